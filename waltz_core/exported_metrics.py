@@ -31,8 +31,8 @@ class MetricValues:
             kind, about = TABLE[name].kind, (TABLE[name].help, None, TABLE[name].labels)
             assert kind is not MetricKind.HISTOGRAM
             is_counter = kind is MetricKind.COUNTER
-            made = CounterMetricFamily if is_counter else GaugeMetricFamily
-            family = self._families[name] = made(name, *about)
+            family_class = CounterMetricFamily if is_counter else GaugeMetricFamily
+            family = self._families[name] = family_class(name, *about)
         assert not isinstance(family, HistogramMetricFamily)
         family.add_metric(texts, value)
 

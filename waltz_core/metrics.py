@@ -668,14 +668,14 @@ class Metrics:
 
     def forget(self, **labels: str | int) -> None:
         """Remove all metrics with these labels, for example those of a partition that has moved."""
-        wanted = {(label, str(value)) for label, value in labels.items()}
-        assert wanted, "expected at least one label"
-        for key in list(self._of_label.get(min(wanted), ())):
+        wanted_labels = {(label, str(value)) for label, value in labels.items()}
+        assert wanted_labels, "expected at least one label"
+        for key in list(self._of_label.get(min(wanted_labels), ())):
             name, *label_values = key
             texts = {
                 label: str(value) for label, value in cast("list[tuple[str, object]]", label_values)
             }
-            if not wanted <= texts.items():
+            if not wanted_labels <= texts.items():
                 continue
             self._labeled.pop(key, None)
             self._counted.pop(key, None)

@@ -125,18 +125,18 @@ class WaltzTracer:
         At the end, the method waits up to `FLUSH_S` until the exporter has accepted the span.
         """
         span: Span | None = None
-        more: dict[str, int] = {}
+        more_attributes: dict[str, int] = {}
         with self._ignore_errors():
             span = self._start(name, None, attributes, self._trace.SpanKind.INTERNAL)
         try:
-            yield more
+            yield more_attributes
         except Exception as error:
             self._mark_failed(span, error)
             raise
         finally:
             with self._ignore_errors():
                 if span is not None:
-                    span.set_attributes(more)
+                    span.set_attributes(more_attributes)
                     span.end()
                     self._flush()
 

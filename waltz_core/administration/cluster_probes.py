@@ -653,12 +653,14 @@ class _StorageProbe:
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             availability = dict((await admin.request(HeldResponse, HeldRequest)).available)
         assigned = self._snapshot.layout.assignment.partitions[self._address]
-        every = sorted({*availability, *assigned})
+        all_partitions = sorted({*availability, *assigned})
         async with asyncio.timeout(self._timeout_s):
             response = await admin.request(StorageResponse, StorageRequest)
         facts = await self._add_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(response.storage_id).hex())
-        replicas = {PartitionId(each): await self._query_replica(admin, each) for each in every}
+        replicas = {
+            PartitionId(each): await self._query_replica(admin, each) for each in all_partitions
+        }
         stuck_partitions = await self._stuck_partitions(replicas) if self._reads_logs else set()
         return replace(
             facts,
@@ -719,9 +721,9 @@ class _StorageProbe:
             entry = gauges.get(f"waltz-storage.{name}")
             return None if entry is None else int(entry["value"])
 
-        free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
+        free_bytes, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
         sizes = gauge("size-bytes"), gauge("filling-bytes-per-day")
-        space = None if free is None else DiskFacts(free, bool(is_full), *sizes)
+        space = None if free_bytes is None else DiskFacts(free_bytes, bool(is_full), *sizes)
         archive = archive_facts(gauges)
         ahead_ms = None
         if clock_ms is not None and after_ms - before_ms < CLOCK_READ_MS_MAX:

@@ -52,10 +52,10 @@ def to_one_line(data: bytes) -> str:
 def time_text(at_ms: int) -> str:
     """Return a time, given in milliseconds since 1970 (UTC), as ISO 8601 text."""
     try:
-        when = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
+        time = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
     except (OverflowError, ValueError):  # after the year 9999: a damaged znode
         return f"{at_ms} ms"
-    return when.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return time.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -46,11 +46,11 @@ class RenamedOption(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the option's line of help, without the older name."""
-        every, self.opts = self.opts, self.shown_names
+        all_names, self.opts = self.opts, self.shown_names
         try:
             return super().get_help_record(ctx)
         finally:
-            self.opts = every
+            self.opts = all_names
 
 
 class ConnectOption(click.Option):

@@ -229,8 +229,8 @@ def _missing_setting_text(config_type: type[Config], name: str) -> str:
 
 def first_names_text(names: Sequence[str], count_max: int) -> str:
     """Return the first names, separated by commas, with "..." if there are more."""
-    more = ", ..." if len(names) > count_max else ""
-    return ", ".join(names[:count_max]) + more or "none"
+    suffix = ", ..." if len(names) > count_max else ""
+    return ", ".join(names[:count_max]) + suffix or "none"
 
 
 def nearest_name_hint(name: str, known_names: list[str]) -> str:

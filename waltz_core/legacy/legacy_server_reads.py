@@ -172,10 +172,10 @@ class LegacyServerReads:
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
             part = heads[start : start + CONCURRENT_REQUESTS_MAX]
-            datas = await run_parallel(
+            payloads = await run_parallel(
                 self._request_data(reader, each.transaction_id) for each in part
             )
-            for head, data in zip(part, datas, strict=True):
+            for head, data in zip(part, payloads, strict=True):
                 # The CRC of the data was checked when the data arrived.
                 record = encode_record(
                     head.transaction_id, head.req_id, head.header, data, crc32(data)

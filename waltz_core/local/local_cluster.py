@@ -355,7 +355,11 @@ class LocalCluster:
         self._release_ports()
         with self._lock_directory():
             for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
-                running = [m for m in self.members if m.kind == kind and m.process() is not None]
+                running = [
+                    stopped_member
+                    for stopped_member in self.members
+                    if stopped_member.kind == kind and stopped_member.process() is not None
+                ]
                 for member in running:
                     self._send_signal(member, signal.SIGTERM)
                 for member in running:
@@ -501,9 +505,9 @@ class LocalCluster:
 
     def _reserve_port(self, port: int) -> int:
         """Reserve and return a port of the port base; raises BadConfig if it is not free."""
-        holder = ports.hold_port(port, self._host)
-        if holder is not None:
-            self._port_holders.append(holder)
+        held_socket = ports.hold_port(port, self._host)
+        if held_socket is not None:
+            self._port_holders.append(held_socket)
         elif not ports.is_free(port, self._host):  # if free, only closed connections use it
             raise BadConfig(
                 f"--port-base {self._port_base}: another program uses port {port}. Hint: "
@@ -514,17 +518,17 @@ class LocalCluster:
     def _reserve_default_port(self, default: int | None) -> int:
         """Reserve and return the default port if it is free, otherwise a random one."""
         if self._try_default_ports and default is not None:
-            holder = ports.hold_port(default, self._host)
-            if holder is not None:
-                self._port_holders.append(holder)
+            held_socket = ports.hold_port(default, self._host)
+            if held_socket is not None:
+                self._port_holders.append(held_socket)
                 return default
         return self._reserve_free_port(set())
 
     def _reserve_free_port(self, used_ports: set[int]) -> int:
         """Reserve and return a free port that no member has."""
         host = self._host if self._state is None else self._state.host
-        port, holder = ports.choose_port(used_ports, host)
-        self._port_holders.append(holder)
+        port, held_socket = ports.choose_port(used_ports, host)
+        self._port_holders.append(held_socket)
         return port
 
     def _release_ports(self) -> None:
@@ -644,7 +648,7 @@ class LocalCluster:
         command = [sys.executable, "-m", "waltz_core", "cluster", "create", self.connect]
         command += ["--name", "local", "--partitions", str(self._load_state().partition_count)]
         host = self._load_state().host
-        command += [f"--storage={host}:{m.port}:{m.admin_port}" for m in storages]
+        command += [f"--storage={host}:{storage.port}:{storage.admin_port}" for storage in storages]
         remaining_s = max(1.0, deadline - time.monotonic())
         command += ["--if-absent", "--timeout-s", f"{remaining_s:.1f}"]
         with subprocess.Popen(  # noqa: S603 - our own program and our own arguments

@@ -48,16 +48,16 @@ def hold_port(port: int, host: str) -> socket.socket | None:
     A daemon can still listen at a held port (`is_free`). On systems other than Linux, this function
     closes the socket at once, because a daemon could not listen at a held port.
     """
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held_socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        holder.bind((host, port))  # without SO_REUSEADDR: only one of two such binds succeeds
+        held_socket.bind((host, port))  # without SO_REUSEADDR: only one of two such binds succeeds
     except OSError:
-        holder.close()
+        held_socket.close()
         return None
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if not sys.platform.startswith("linux"):
-        holder.close()
-    return holder
+        held_socket.close()
+    return held_socket
 
 
 def choose_port(used_ports: set[int], host: str) -> tuple[int, socket.socket]:
@@ -68,7 +68,7 @@ def choose_port(used_ports: set[int], host: str) -> tuple[int, socket.socket]:
     chooser = random.SystemRandom()
     for _ in range(1000):
         port = chooser.randint(FIRST_PORT, LAST_PORT)
-        holder = None if port in used_ports else hold_port(port, host)
-        if holder is not None:
-            return port, holder
+        held_socket = None if port in used_ports else hold_port(port, host)
+        if held_socket is not None:
+            return port, held_socket
     raise Unreachable(f"there is no free port between {FIRST_PORT} and {LAST_PORT} on {host}")

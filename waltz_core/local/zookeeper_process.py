@@ -101,9 +101,9 @@ def find_java() -> str:
     Raises:
         BadConfig: there is no Java; the hint lists the ways to install one.
     """
-    home = os.environ.get("JAVA_HOME")
-    if home and (Path(home) / "bin" / "java").exists():
-        return str(Path(home) / "bin" / "java")
+    java_home = os.environ.get("JAVA_HOME")
+    if java_home and (Path(java_home) / "bin" / "java").exists():
+        return str(Path(java_home) / "bin" / "java")
     java_on_path = shutil.which("java")
     if java_on_path:
         return java_on_path

@@ -198,6 +198,6 @@ def _check_replicas(condition: PartitionCondition) -> Iterator[FailedCheck]:
             "quorum", f"{name}: less than a quorum of its replicas is in sync", affected
         )
     elif condition.not_engaged_replicas:
-        are = "is" if len(condition.not_engaged_replicas) == 1 else "are"
-        text = f"{name}: {', '.join(condition.not_engaged_replicas)} {are} not in sync"
+        verb_text = "is" if len(condition.not_engaged_replicas) == 1 else "are"
+        text = f"{name}: {', '.join(condition.not_engaged_replicas)} {verb_text} not in sync"
         yield FailedCheck("recovery", text, affected)

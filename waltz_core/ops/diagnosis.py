@@ -312,8 +312,8 @@ class _ClusterDiagnosis:
                 and not storage_facts.failure
                 and storage_facts.belongs_to_cluster
             ):
-                about = f"{address} {storage}"
-                self._add_finding("storage-out-of-reach", about, server=address, storage=storage)
+                subject = f"{address} {storage}"
+                self._add_finding("storage-out-of-reach", subject, server=address, storage=storage)
 
     def _check_assignment(self) -> None:
         cluster = self._cluster

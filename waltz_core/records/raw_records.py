@@ -229,10 +229,10 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
     """
     if not stamps:
         return np.zeros(ids.size, dtype=np.int64)
-    firsts, lasts, stamps_ms = np.array(stamps, dtype=np.int64).T
+    first_ids, last_ids, stamps_ms = np.array(stamps, dtype=np.int64).T
     # Search the position of each stamp, not of each ID: there are many more IDs.
-    starts = np.maximum.accumulate(ids.searchsorted(firsts))
-    ends = np.minimum(ids.searchsorted(lasts, side="right"), np.append(starts[1:], ids.size))
+    starts = np.maximum.accumulate(ids.searchsorted(first_ids))
+    ends = np.minimum(ids.searchsorted(last_ids, side="right"), np.append(starts[1:], ids.size))
     bounds = np.zeros(2 * starts.size + 2, dtype=np.int64)
     bounds[1:-1:2] = starts
     bounds[2:-1:2] = np.maximum(ends, starts)

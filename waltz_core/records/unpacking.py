@@ -172,12 +172,12 @@ class Unpacker:
         try:
             self._array_builders[column_index](values)
         except _MISMATCHES:
-            half = len(values) // 2
-            if half == 0:
+            middle = len(values) // 2
+            if middle == 0:
                 yield start
                 return
-            yield from self._mismatched_rows(values[:half], column_index, start)
-            yield from self._mismatched_rows(values[half:], column_index, start + half)
+            yield from self._mismatched_rows(values[:middle], column_index, start)
+            yield from self._mismatched_rows(values[middle:], column_index, start + middle)
 
     def decode_maps(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the payloads as maps; raises BadFormat if a payload is damaged or not a map."""

@@ -114,17 +114,17 @@ class AvroSchemaCheck:
     def _find_type(self, name: str, namespace: str) -> tuple[str, _Size]:
         if name in _PRIMITIVE_SIZES:
             return name, _PRIMITIVE_SIZES[name]
-        full = name if "." in name or not namespace else f"{namespace}.{name}"
-        if full not in self._named_sizes:
-            full = name
-        if full not in self._named_sizes:
+        full_name = name if "." in name or not namespace else f"{namespace}.{name}"
+        if full_name not in self._named_sizes:
+            full_name = name
+        if full_name not in self._named_sizes:
             raise BadFormat(f"Avro schema: there is no type {name!r:.100}")
-        size = self._named_sizes[full]
+        size = self._named_sizes[full_name]
         if size is None:  # rule 1
             raise BadFormat(
-                f"Avro schema: type {full!r:.100} contains itself, which is not supported"
+                f"Avro schema: type {full_name!r:.100} contains itself, which is not supported"
             )
-        return full, size
+        return full_name, size
 
     def _check_union(
         self, schema: list[Any], namespace: str, depth: int
@@ -234,13 +234,13 @@ class AvroSchemaCheck:
         name, own_namespace = schema.get("name"), schema.get("namespace")
         if own_namespace is None:
             own_namespace = namespace
-        full = f"{own_namespace}.{name}" if own_namespace and "." not in str(name) else name
-        if not isinstance(full, str) or not _is_name(full, _FULL_NAME):
-            raise BadFormat(f"Avro schema: expected a name of a type, found {full!r:.100}")
-        if full in self._named_sizes or full in _PRIMITIVE_SIZES:
-            raise BadFormat(f"Avro schema: two types have the name {full!r:.100}")
-        self._named_sizes[full] = None
-        return full, full.rpartition(".")[0]
+        full_name = f"{own_namespace}.{name}" if own_namespace and "." not in str(name) else name
+        if not isinstance(full_name, str) or not _is_name(full_name, _FULL_NAME):
+            raise BadFormat(f"Avro schema: expected a name of a type, found {full_name!r:.100}")
+        if full_name in self._named_sizes or full_name in _PRIMITIVE_SIZES:
+            raise BadFormat(f"Avro schema: two types have the name {full_name!r:.100}")
+        self._named_sizes[full_name] = None
+        return full_name, full_name.rpartition(".")[0]
 
 
 def branch_name(schema: str | dict[str, Any]) -> str:

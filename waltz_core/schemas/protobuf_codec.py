@@ -188,12 +188,12 @@ class ProtobufCodec:
         known_names = []
         while waiting:
             prefix, kind, path = waiting.pop()
-            full = prefix + kind.name
-            if full == name:
+            full_name = prefix + kind.name
+            if full_name == name:
                 return path
-            known_names.append(full)
+            known_names.append(full_name)
             waiting += [
-                (f"{full}.", message_type, (*path, index))
+                (f"{full_name}.", message_type, (*path, index))
                 for index, message_type in enumerate(kind.nested_type)
             ]
         raise BadConfig(

@@ -455,8 +455,8 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     # Rename the key columns, because their names may collide with those of this function.
     keys = {f"key{key_index}": ordered[name] for key_index, name in enumerate(key)}
     row_number = pa.array(np.arange(ordered.num_rows))
-    narrow = pa.table({**keys, "row_number": row_number, "partition": ordered["partition"]})
-    groups = narrow.group_by(list(keys), use_threads=False).aggregate(
+    positions = pa.table({**keys, "row_number": row_number, "partition": ordered["partition"]})
+    groups = positions.group_by(list(keys), use_threads=False).aggregate(
         [("row_number", "max"), ("partition", "min"), ("partition", "max")]
     )
     conflicting_groups = groups.filter(

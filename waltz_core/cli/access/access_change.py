@@ -163,13 +163,13 @@ async def run_access_change(
             )
         if not as_json:
             _print_change(result)  # before the wait: the result may contain the ID of a new token
-        use = await _wait_for_daemons(coordinator, result, servers_before, timeout_s)
+        usage = await _wait_for_daemons(coordinator, result, servers_before, timeout_s)
     if as_json:
-        _print_json(result, use)
+        _print_json(result, usage)
     else:
-        for text in revision_use_lines(use, result.change.after.revision):
+        for text in revision_use_lines(usage, result.change.after.revision):
             print_error(text)
-    return 0 if use.is_used_by_all or use.is_access_control_off else 1
+    return 0 if usage.is_used_by_all or usage.is_access_control_off else 1
 
 
 async def _wait_for_daemons(
@@ -204,15 +204,15 @@ async def wait_until_applied(
     """
     start_s = time.monotonic()
     while True:
-        use = await read_revision_use(coordinator, revision, servers_before)
+        usage = await read_revision_use(coordinator, revision, servers_before)
         elapsed_s = time.monotonic() - start_s
-        is_off = use.is_access_control_off and elapsed_s >= ACCESS_OFF_WAIT_S
-        if use.is_used_by_all or is_off or elapsed_s >= timeout_s:
-            return use
+        is_off = usage.is_access_control_off and elapsed_s >= ACCESS_OFF_WAIT_S
+        if usage.is_used_by_all or is_off or elapsed_s >= timeout_s:
+            return usage
         line.show(
-            len(use.updated_daemons),
-            use.daemon_count,
-            f"waiting until these daemons use the change: {', '.join(use.not_updated_daemons)}",
+            len(usage.updated_daemons),
+            usage.daemon_count,
+            f"waiting until these daemons use the change: {', '.join(usage.not_updated_daemons)}",
         )
         await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -226,7 +226,9 @@ async def read_revision_use(
     # restored (rule 4).
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
-    use = RevisionUse(was_revision_published=await coordinator.permissions.was_revision_published())
+    usage = RevisionUse(
+        was_revision_published=await coordinator.permissions.was_revision_published()
+    )
     servers = await coordinator.read_latest_servers()
     daemons = {**_registered_server_texts(servers), **await _storage_texts(coordinator)}
     unregistered = {
@@ -235,18 +237,18 @@ async def read_revision_use(
     for name, text in {**unregistered, **(servers_before or {}), **daemons}.items():
         used_revision = published.get(name)
         if used_revision is None and name not in daemons:
-            use.unregistered_servers.append(text)
+            usage.unregistered_servers.append(text)
         elif used_revision is None:
-            use.daemons_without_revision.append(text)
+            usage.daemons_without_revision.append(text)
         elif used_revision > newest:
-            use.outdated_daemons[text] = (
+            usage.outdated_daemons[text] = (
                 f"it uses revision {used_revision}, and ignores older revisions"
             )
         elif used_revision < revision:
-            use.outdated_daemons[text] = f"it uses revision {used_revision}"
+            usage.outdated_daemons[text] = f"it uses revision {used_revision}"
         else:
-            use.updated_daemons.append(text)
-    return use
+            usage.updated_daemons.append(text)
+    return usage
 
 
 async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:

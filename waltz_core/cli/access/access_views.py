@@ -30,20 +30,20 @@ async def list_command(*, connect: str, as_json: bool) -> int:
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         permissions = await coordinator.permissions.read_existing()
-        use = await read_revision_use(coordinator, permissions.revision)
+        usage = await read_revision_use(coordinator, permissions.revision)
     if as_json:
         print_json(
             {
                 **permissions_json(permissions, now_ms()),
-                "applied": use.updated_daemons,
-                "late": use.outdated_daemons,
-                "without_revision": use.daemons_without_revision,
-                "unregistered": use.unregistered_servers,
+                "applied": usage.updated_daemons,
+                "late": usage.outdated_daemons,
+                "without_revision": usage.daemons_without_revision,
+                "unregistered": usage.unregistered_servers,
             }
         )
         return 0
     _print_permissions(permissions)
-    for text in revision_use_lines(use, permissions.revision):
+    for text in revision_use_lines(usage, permissions.revision):
         print_error(text)
     return 0
 

@@ -32,15 +32,15 @@ def parse_before(text: str, now_ms: int) -> tuple[int, int]:
     if text.isdigit():
         return int(text), 0
     try:
-        moment = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
+        time = None
+    if time is None or time.tzinfo is None:
         raise BadConfig(
             "--before: expected a transaction ID, or a time with a time zone such as "
             f"2026-11-28T10:00:00Z, found {text!r}"
         )
-    before_ms = int(moment.timestamp() * 1_000)
+    before_ms = int(time.timestamp() * 1_000)
     if not 0 < before_ms <= now_ms:
         raise BadConfig(f"--before: expected a time in the past, found {text!r}")
     return 0, before_ms

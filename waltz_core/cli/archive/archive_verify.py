@@ -92,7 +92,7 @@ async def verify(  # noqa: PLR0913 - one for each option
             )
         url = archive or await query_archive_url(coordinator)
         store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
-        show = print_error if as_json else print_result
+        print_line = print_error if as_json else print_result
         results: dict[int, dict[str, Any]] = {}
         for number in range(count) if partition is None else (partition,):
             check = ArchiveCheck(
@@ -103,13 +103,13 @@ async def verify(  # noqa: PLR0913 - one for each option
                 last=None if last is None else TransactionId(last),
             )
             results[number] = await _verify_partition(
-                coordinator, PartitionId(number), check, show, repairs=repair
+                coordinator, PartitionId(number), check, print_line, repairs=repair
             )
         if repair and any(result["problems"] for result in results.values()):
             async with audit_change(coordinator), AsyncWaltzClient.connect(connect) as client:
                 for number, row in results.items():
                     for problem in row["problems"]:
-                        await _repair_object(client, PartitionId(number), problem, show)
+                        await _repair_object(client, PartitionId(number), problem, print_line)
     has_problem = any(
         not problem["is_repaired"] for result in results.values() for problem in result["problems"]
     )
@@ -235,10 +235,10 @@ async def _repair_object(
             f"{RESTORE_ACTION}."
         )
         return
-    listed = (problem["name"], problem["first"], problem["last"])
+    object_fields = (problem["name"], problem["first"], problem["last"])
     token = randbits(63)  # identifies this attempt, not that of an interrupted command
     while True:
-        answer = await client.requests.replace_object(partition_id, *listed, token=token)
+        answer = await client.requests.replace_object(partition_id, *object_fields, token=token)
         if answer.is_ended:
             break
         await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not report the end of the task

@@ -93,8 +93,8 @@ def export(  # noqa: PLR0913 - one for each option
             schema=schema,
             data_format=payloads,
         )
-        with reader, _open_output(output) as sink:
-            count = _WRITERS[file_format](reader, sink)
+        with reader, _open_output(output) as output_file:
+            count = _WRITERS[file_format](reader, output_file)
     print_error(f"exported {count} transactions")
     return 0
 

@@ -287,15 +287,15 @@ def _parse_start_time(options: FollowOptions) -> int | None:
     if options.start_time is None:
         return None
     try:
-        moment = datetime.fromisoformat(options.start_time)
+        time = datetime.fromisoformat(options.start_time)
     except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
+        time = None
+    if time is None or time.tzinfo is None:
         raise BadConfig(
             "--start-time: expected a time with a time zone such as 2026-11-28T10:00:00Z, found "
             f"{options.start_time!r}"
         )
-    return int(moment.timestamp() * 1000)
+    return int(time.timestamp() * 1000)
 
 
 def _marks_before_time(

@@ -191,8 +191,8 @@ class ArchiveRecovery:
             ObjectMissing, BadFormat, ChecksumMismatch: a file is missing or corrupt.
         """
         assert self._store is not None
-        saved = SavedManifest.read(self._store, name, crc32(self._store.read(name)))
-        manifest, entries = saved.manifest, saved.entries()
+        saved_manifest = SavedManifest.read(self._store, name, crc32(self._store.read(name)))
+        manifest, entries = saved_manifest.manifest, saved_manifest.entries()
         identity = manifest.cluster_key, manifest.partition_id
         if identity != (self._cluster_key, partition_id):
             raise BadFormat(
@@ -210,7 +210,7 @@ class ArchiveRecovery:
             manifest.chain,
             available[-1].commit_ms_max if available else 0,
             manifest.first,
-            saved.file_crc,
+            saved_manifest.file_crc,
             name,
         )
         return _CandidateManifest(mark, available)

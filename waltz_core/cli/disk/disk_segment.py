@@ -185,8 +185,8 @@ def _start_position(file: OpenFile, path: Path, first: int, wanted_id: int) -> t
     index = segment_path(path.parent, first, ".idx")
     if wanted_id > first and index.exists():
         with OpenFile(index) as entries:
-            at = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted_id - first)
-            offset = int.from_bytes(entries.pread(OFFSET_BYTES, at), "big", signed=True)
+            start_offset = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted_id - first)
+            offset = int.from_bytes(entries.pread(OFFSET_BYTES, start_offset), "big", signed=True)
         if is_record_at(file, wanted_id, offset):
             return wanted_id, offset
     return first, FILE_HEADER_BYTES

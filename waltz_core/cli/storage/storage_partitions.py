@@ -325,11 +325,11 @@ async def _sync_storage(
     admin: StorageAdmin, target: StorageTarget, assigned: list[int]
 ) -> list[tuple[str, str, object, str]]:
     """Add and remove partitions of a storage as ZooKeeper assigns them; never delete files."""
-    present = [
+    present_partitions = [
         partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
     ]
-    steps = [(partition, True) for partition in assigned if partition not in present]
-    steps += [(partition, False) for partition in present if partition not in assigned]
+    steps = [(partition, True) for partition in assigned if partition not in present_partitions]
+    steps += [(partition, False) for partition in present_partitions if partition not in assigned]
     rows: list[tuple[str, str, object, str]] = []
     for partition, is_assigned in steps:
         outcome = "done"

@@ -65,13 +65,13 @@ async def scrub(choice: StorageChoice, *, partitions: str, status: bool, timeout
         print_table(
             _TITLES, [["-" if cell is None else cell for cell in row.values()] for row in states]
         )
-    bad = [row["partition"] for row in states if row["damaged"] or row["error"]]
-    if bad:
+    damaged = [row["partition"] for row in states if row["damaged"] or row["error"]]
+    if damaged:
         print_error(
-            f"{target}: partitions {bad} are damaged or were not read completely; the servers "
+            f"{target}: partitions {damaged} are damaged or were not read completely; the servers "
             "that own them repair the damage"
         )
-    return 1 if bad else 0
+    return 1 if damaged else 0
 
 
 async def _scrub_state(

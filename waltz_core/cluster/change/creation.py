@@ -114,8 +114,10 @@ class NewCluster:
         """The partitions of each storage."""
         if self.assignment is None:
             return assign_replicas(self.groups, self.partition_count)
-        listed = {address: self.assignment.get(address, ()) for address in self.groups}
-        return model.ReplicaAssignments(listed)
+        partitions_by_address = {
+            address: self.assignment.get(address, ()) for address in self.groups
+        }
+        return model.ReplicaAssignments(partitions_by_address)
 
 
 def creation_steps(

@@ -325,7 +325,7 @@ def placement_without_storage(
     current: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement without a storage; raises BadRequest if a replica has no other place."""
-    usual = _usual_replica_count(current)
+    usual_count = _usual_replica_count(current)
     builder = _PlacementBuilder(
         groups, {each: list(replicas) for each, replicas in current.items()}
     )
@@ -334,7 +334,9 @@ def placement_without_storage(
         if address not in replicas:
             continue
         others = [each for each in replicas if each != address]
-        if len(others) >= usual:  # The replica has a successor: this completes an earlier move.
+        if (
+            len(others) >= usual_count
+        ):  # The replica has a successor: this completes an earlier move.
             moved[partition_id] = tuple(others)
             continue
         storage = builder.best_storage_for(others, [address])
@@ -358,17 +360,17 @@ def placement_with_replacement(
     an earlier move. Raises BadRequest if the partition does not have one more: the change would
     only remove a replica.
     """
-    usual = _usual_replica_count(current)
+    usual_count = _usual_replica_count(current)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
     for partition_id in partitions:
         replicas = current[partition_id]
         if old not in replicas:
             continue
-        if new in replicas and len(replicas) <= usual:
+        if new in replicas and len(replicas) <= usual_count:
             raise errors.BadRequest(
                 f"nothing was changed: storage {new} already has a replica of partition "
                 f"{partition_id}, so the partition would be left with {len(replicas) - 1} "
-                f"replicas instead of the usual {usual}. Hint: choose another storage, or "
+                f"replicas instead of the usual {usual_count}. Hint: choose another storage, or "
                 f"remove the replica on purpose (`cluster remove-replica {partition_id} "
                 f"{old}`)."
             )
@@ -382,11 +384,11 @@ def placement_with_missing_replicas(
     current: Placement, address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which a storage gets a replica of each partition that lacks one."""
-    usual = _usual_replica_count(current)
+    usual_count = _usual_replica_count(current)
     return {
         partition_id: (*replicas, address)
         for partition_id, replicas in current.items()
-        if address not in replicas and len(replicas) < usual
+        if address not in replicas and len(replicas) < usual_count
     }
 
 
@@ -430,17 +432,17 @@ def fill_up_replicas(
 def _fill_up_placement(
     current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None
 ) -> _PlacementBuilder:
-    usual = replica_count or len(set(groups.values()))
-    if not 1 <= usual <= len(groups):
+    usual_count = replica_count or len(set(groups.values()))
+    if not 1 <= usual_count <= len(groups):
         raise errors.BadRequest(
             f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
-            f"{usual}"
+            f"{usual_count}"
         )
     builder = _PlacementBuilder(
         groups, {number: list(replicas) for number, replicas in current.items()}
     )
     for partition_id, replicas in builder.replicas.items():
-        count = replica_count or len(replicas) or usual
+        count = replica_count or len(replicas) or usual_count
         while len(replicas) < count:
             storage = builder.best_storage_for(replicas, ())
             assert storage is not None

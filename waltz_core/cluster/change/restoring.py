@@ -102,13 +102,13 @@ def _restored_write(
 ) -> WriteWithTasks:
     """Return a write of the backup as it is in the restored cluster (rule 3)."""
     state = write.state
-    capped = {
+    capped_marks = {
         number: min(mark, marks.get(PartitionId(number), mark))
         for number, mark in state.marks.items()
     }
     is_removed = state.summary == {}
     summary = state.summary if is_whole or is_removed else None
-    return write._replace(state=replace(state, marks=capped, summary=summary))
+    return write._replace(state=replace(state, marks=capped_marks, summary=summary))
 
 
 def restoring_steps(

@@ -109,11 +109,13 @@ class Balancer:
         if not is_rebalancing:
             return {}
         before_ms = now_ms - self._limits.sustained_ms
-        ready = {each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms}
+        ready_sources = {
+            each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms
+        }
         # The moves are planned again with the ready sources only (rule 6), because a move of the
         # first plan may depend on a move from another source.
         return self._compute_moves(
-            server_loads, {each for each in movable if owners[each] in ready}
+            server_loads, {each for each in movable if owners[each] in ready_sources}
         )
 
     def _compute_moves(
@@ -125,10 +127,10 @@ class Balancer:
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
-            best = _best_move(server_loads, movable, self._limits.gain_min_to_continue)
-            if best is None:
+            best_move = _best_move(server_loads, movable, self._limits.gain_min_to_continue)
+            if best_move is None:
                 break
-            source, move = best
+            source, move = best_move
             for partition_id in move.partitions[: self._limits.moves_max - len(moves)]:
                 moves[partition_id] = move.target
                 server_loads[move.target][partition_id] = server_loads[source].pop(partition_id)
@@ -151,10 +153,10 @@ class Balancer:
     ) -> bool:
         """Whether a rebalancing is in progress; a lasting imbalance begins one (rule 2)."""
         limits = self._limits
-        best = _best_move(
+        best_move = _best_move(
             server_loads, movable, limits.gain_min_to_begin, limits.excess_min_to_begin
         )
-        if best is None:
+        if best_move is None:
             self._uneven_since_ms = None
         elif self._uneven_since_ms is None:
             self._uneven_since_ms = now_ms
@@ -209,15 +211,19 @@ def _move_between(
     capacity = (source_load - target_load) / 2
     moved_partitions: list[PartitionId] = []
     moved = 0.0
-    best = _BalanceMove(0.0, (), target)
+    best_move = _BalanceMove(0.0, (), target)
     for partition_id in sorted(partition_loads, key=lambda each: (-partition_loads[each], each)):
         load = partition_loads[partition_id]
         single_gain = source_load - max(source_load - load, target_load + load)
-        if single_gain > best.gain:
-            best = _BalanceMove(single_gain, (partition_id,), target)
+        if single_gain > best_move.gain:
+            best_move = _BalanceMove(single_gain, (partition_id,), target)
         if moved + load <= capacity:
             moved_partitions.append(partition_id)
             moved += load
     # The source keeps the greater load if at most half of the difference moves. Then the gain is
     # the whole moved load.
-    return best if best.gain >= moved else _BalanceMove(moved, tuple(moved_partitions), target)
+    return (
+        best_move
+        if best_move.gain >= moved
+        else _BalanceMove(moved, tuple(moved_partitions), target)
+    )

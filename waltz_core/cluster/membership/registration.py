@@ -154,12 +154,12 @@ class Membership:
         if descriptor is None:
             return
         for _ in range(WRITE_ATTEMPTS_MAX):
-            own = self._own_nodes(await self._read_membership(), descriptor.server_id)
-            if not own:
+            own_nodes = self._own_nodes(await self._read_membership(), descriptor.server_id)
+            if not own_nodes:
                 return
             try:
                 await self._nodes.znodes.write(
-                    [DeleteNode(node.path, node.stat.version) for node in own]
+                    [DeleteNode(node.path, node.stat.version) for node in own_nodes]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -216,8 +216,8 @@ class Membership:
         membership = await self._read_membership()
         if self._grace_left_ms(membership) > 0:
             return False
-        own = self._own_nodes(membership, descriptor.server_id)
-        if len(own) != 1:
+        own_nodes = self._own_nodes(membership, descriptor.server_id)
+        if len(own_nodes) != 1:
             await self._ensure_registered(membership, descriptor)
             return False
         servers = {**membership.servers, descriptor.server_id: descriptor}
@@ -231,7 +231,7 @@ class Membership:
         )
         await self._nodes.znodes.write(
             [
-                SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version),
+                SetNode(own_nodes[0].path, descriptor.to_bytes(), own_nodes[0].stat.version),
                 SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
             ]
         )
@@ -266,10 +266,12 @@ class Membership:
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            raised = with_minimum_generations(membership.assignment, at_least)
-            if raised == membership.assignment:
+            new_assignment = with_minimum_generations(membership.assignment, at_least)
+            if new_assignment == membership.assignment:
                 return
-            step = SetNode(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
+            step = SetNode(
+                self._nodes.paths.servers, new_assignment.to_bytes(), membership.stat.version
+            )
             try:
                 await self._nodes.znodes.write([step])
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
@@ -342,11 +344,11 @@ class Membership:
                 or not _servers_view(membership, partition_count).is_settled
             ):
                 return False  # The leader is about to write another assignment.
-            own = self._own_nodes(membership, server_id)
+            own_nodes = self._own_nodes(membership, server_id)
             assignment = hand_over_partition(
                 membership.assignment, partition_id, generation, server_id
             )
-            if assignment is None or len(own) != 1:
+            if assignment is None or len(own_nodes) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_outcome_unknown and owned.get(partition_id) != generation
             # This assignment precedes the write, because `follow` would otherwise restore the old
@@ -355,7 +357,9 @@ class Membership:
             try:
                 await self._nodes.znodes.write(
                     [
-                        SetNode(own[0].path, new_descriptor.to_bytes(), own[0].stat.version),
+                        SetNode(
+                            own_nodes[0].path, new_descriptor.to_bytes(), own_nodes[0].stat.version
+                        ),
                         SetNode(
                             self._nodes.paths.servers,
                             assignment.to_bytes(),
@@ -500,18 +504,18 @@ class Membership:
         self, membership: _MembershipNodes, descriptor: model.ServerDescriptor
     ) -> bool:
         """Write this process's node if it is missing or differs; return True if it was correct."""
-        own = self._own_nodes(membership, descriptor.server_id)
-        if len(own) == 1 and own[0].descriptor == descriptor:
+        own_nodes = self._own_nodes(membership, descriptor.server_id)
+        if len(own_nodes) == 1 and own_nodes[0].descriptor == descriptor:
             return True
         step: Operation
-        if not own:
+        if not own_nodes:
             prefix, data = self._nodes.paths.descriptor_prefix, descriptor.to_bytes()
             step = CreateNode(prefix, data, is_ephemeral=True, is_sequential=True)
-        elif len(own) == 1:
-            step = SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version)
+        elif len(own_nodes) == 1:
+            step = SetNode(own_nodes[0].path, descriptor.to_bytes(), own_nodes[0].stat.version)
         else:
             # Two attempts to register have both succeeded.
-            step = DeleteNode(own[-1].path, own[-1].stat.version)
+            step = DeleteNode(own_nodes[-1].path, own_nodes[-1].stat.version)
         await self._nodes.znodes.write([step])
         return False
 

@@ -187,9 +187,9 @@ class _Reader:
         kind = int.from_bytes(self._take(1), "big", signed=True)
         if kind == _TIMESTAMP_TYPE and length in (4, 8, 12):
             part = self._take(length)
-            moment = _iso_timestamp(part)
-            if moment is not None:
-                return {"$timestamp": moment}
+            time_text = _iso_timestamp(part)
+            if time_text is not None:
+                return {"$timestamp": time_text}
             return {"$extension": kind, "$bytes": base64.b64encode(part).decode("ascii")}
         return {"$extension": kind, "$bytes": self._read_base64(length)}
 
@@ -226,8 +226,8 @@ def _iso_timestamp(part: bytes) -> str | None:
     if nanoseconds >= _NANOSECONDS:
         return None
     try:
-        moment = _EPOCH + timedelta(seconds=seconds)
+        time = _EPOCH + timedelta(seconds=seconds)
     except OverflowError:
         return None
     fraction = f".{nanoseconds:09d}".rstrip("0") if nanoseconds else ""
-    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
+    return f"{time:%Y-%m-%dT%H:%M:%S}{fraction}Z"
