@@ -1,12 +1,13 @@
 """Changes of the permissions, as pure functions: each returns the permissions after the change.
 
-`Coordinator.change_permissions` writes the result with the next revision.
+`StoredPermissions.change` writes the result to ZooKeeper, with the next revision.
 
 Rules:
     1. Input is checked here, before `access_node` encodes it. A value that no permissions may
        contain raises BadConfig. A change that does not fit the existing permissions raises
        BadRequest.
-    2. A changed verb is merged into one grant for its grantee, with all partitions.
+    2. A grantee has at most one grant for each verb that was changed; the grant contains all its
+       partitions.
     3. A change must not remove the last grant of `replicate` for a partition, unless the caller
        forces it: without this verb, no server can open a session of the partition
        (`check_replicate_remains`).

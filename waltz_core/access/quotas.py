@@ -8,7 +8,8 @@ Rules:
     2. A quota is a token bucket. A request may begin when all earlier requests are paid for, and is
        charged as a whole when it begins. So even a request that exceeds the limit for a second can
        begin, and later requests wait until it is paid for.
-    3. A bucket that was idle contains the amount for `BURST_NS`.
+    3. After an idle time, a bucket permits a burst: the amount that the limit permits in
+       `BURST_NS`.
     4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and is not charged.
        Rejections are charged to a separate bucket. So a few rejected requests of a client are
        answered fast, but a flood of them is slowed down.

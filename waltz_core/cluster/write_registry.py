@@ -32,7 +32,7 @@ Rules (docs/spark.md, "Exactly once"):
        principal or by `anonymous`, it belongs to the first other principal that enters it. Then the
        owner never changes again (decision 048, AC 14). `enter` checks the owner a second time after
        it has written the task. Between the two checks, another principal may have started the write
-       again, and must not lose its client ID to the caller.
+       again. Then `enter` must not return the client ID of this principal's task.
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        limit slightly.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest attempt of its

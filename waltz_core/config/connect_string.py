@@ -7,7 +7,7 @@ string is reported in one sentence.
     zk1:2181/waltz/payments?auth=/etc/zk    and, if ZooKeeper requires authentication, an auth file
     zk1:2181/waltz/payments?tls=/etc/ca.pem and, if the cluster uses TLS, the trusted CAs
     ...?tls=/etc/ca.pem&token_file=/etc/tok  and, if servers identify clients by tokens, the token
-    ...?tls=/etc/ca.pem&token_env=TOKEN      or the environment variable that has it
+    ...?tls=/etc/ca.pem&token_env=TOKEN      or an environment variable with the token
 
 Rules:
     1. Each host has a port; an IPv6 address is in brackets: [::1]:2181.

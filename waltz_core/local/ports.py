@@ -3,7 +3,7 @@
 A cluster chooses all its ports before any daemon listens, and must keep them while daemons start
 and stop.
 
-To hold a port, the cluster binds a socket to the port that does not listen. `hold_port` in another
+To hold a port, the cluster binds a socket to it, but does not listen. `hold_port` in another
 process then fails for this port. A daemon can still listen at the port, because on Linux this is
 possible if both sockets have SO_REUSEADDR.
 """

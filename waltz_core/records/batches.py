@@ -9,7 +9,7 @@ Rules:
        without compression and dictionaries. Every offset and every data CRC is validated.
     2. The sender computes the CRC of a row's data. This module verifies the CRC and copies it into
        the record, so that one checksum protects the data from the DataFrame to the reader.
-    3. Row i of a request has sequence number `first + i`, whether or not other rows are rejected.
+    3. Row i of a request has sequence number `first + i`, even if other rows are rejected.
     4. `encode_records` returns exactly the bytes of a segment file.
 """
 

@@ -11,8 +11,8 @@ from its end, where the newest blocks are.
 Rules:
     1. A block contains the write and append locks of all transactions first..last. For each lock,
        it contains the distance from the transaction that wrote the lock to `last`. A block with
-       more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then each lock
-       counts as written by `last`, which is at or above the real writer.
+       more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then `last` is
+       used as the writer of each lock, although the real writer may have a lower ID.
     2. `chain` is the hash chain of the log after `last` (replication/window.py), which covers the
        whole log up to `last`. If this field equals the known chain of a log at `last`, the block
        belongs to this log. Then the field `chain before` is the log's chain before `first`.

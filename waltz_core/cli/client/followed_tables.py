@@ -1,5 +1,7 @@
 """The tables of `waltz-core follow`, from its options or from a TOML file.
 
+The TOML file has a section for each table:
+
 ["/lake/accounts"]
 key = "id"
 columns = ["id:int64", "owner:string"]

@@ -4,7 +4,8 @@ Normally, a quorum of replicas determines the log of a partition. Metadata must 
 ZooKeeper has lost its data, or if too few replicas of a partition have a trusted log.
 
 Among the replicas that answer, the best log is the longest log among the replicas with the newest
-session. If fewer than a quorum of replicas are missing, this log contains all acknowledged records:
+session. If fewer than a quorum of replicas are missing, this log contains all acknowledged records,
+for these reasons:
     - A quorum of replicas has synced each acknowledged record in some session.
     - A storage stores a session before it accepts appends in this session, and only if its log
       contains all earlier records.
@@ -19,8 +20,8 @@ offline, or the directory is empty. Only a log of the newest session certainly b
 in this session.
 
 Rules (docs/design/correctness.md 2.4, row 15):
-    1. No server can open a partition before its log is chosen: the new nodes contain a marker that
-       the partition has a history, and no engaged replica.
+    1. No server can open a partition before its log is chosen. Until then, the new nodes contain no
+       engaged replica, and a marker which states that the partition has a history.
     2. Only the replica with the chosen log is declared engaged. A second replica is assigned
        together with it, so that no single disk acknowledges appends. The other replicas are added
        later, like any new replica.

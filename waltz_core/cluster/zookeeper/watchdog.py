@@ -4,8 +4,8 @@ Without the watchdog, kazoo's threads would keep the session alive while the eve
 the hanging server would keep its partitions. The simulator runs the watchdog, too.
 
 Rules:
-    1. The event loop calls `beat` regularly. The thread that keeps the session checks before each
-       heartbeat to ZooKeeper whether it may send it.
+    1. The event loop calls `beat` regularly. Before each heartbeat to ZooKeeper, the thread that
+       keeps the session alive asks the watchdog whether it may send the heartbeat.
     2. The thread may not send a heartbeat if the loop has not called `beat` for a session timeout.
        The session then expires, and the partitions move, between 5/3 and 7/3 of a session timeout
        after the last call of `beat`.
