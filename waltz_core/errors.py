@@ -64,7 +64,7 @@ class BadConfig(UsageError):
 
 
 class ClusterNotFound(BadConfig):
-    """ZooKeeper answers, but has no cluster at the given root.
+    """ZooKeeper answers, but there is no cluster at the given root.
 
     Action: Check the root in the connect string; `waltz-core cluster list` shows the clusters.
     """
@@ -386,7 +386,7 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The request names another generation of the partition than the one that the server owns.
+    """The generation in the request is not the generation that the server owns.
 
     The generation rises whenever the partition moves to another server.
 
@@ -432,7 +432,7 @@ class CoordinatorConflict(Superseded):
 
 
 class Damaged(WaltzError):
-    """Stored bytes are not those that were written.
+    """Stored bytes differ from the bytes that were written.
 
     Action: Stop, and notify an operator.
     """

@@ -263,7 +263,7 @@ async def query_cluster(
 
 
 class _ProbeCounter:
-    """Counts the processes that have answered, and reports those that have not."""
+    """Counts the processes that have answered, and reports the other processes."""
 
     def __init__(self, on_progress: ProbeProgress) -> None:
         self._on_progress = on_progress

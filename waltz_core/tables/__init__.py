@@ -1,4 +1,4 @@
-"""Tables that follow the log: from transactions to changes of rows, and the marks of a table.
+"""Tables that follow the log: changes of rows, computed from transactions, and table marks.
 
 `follower.py` is the loop of a follower; it depends neither on Arrow nor on a table format.
 `followed_log.py` reads the log for the loop. `row_changes.py` computes the changes in decoded

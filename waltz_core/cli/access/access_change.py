@@ -303,21 +303,21 @@ def revision_use_lines(use: RevisionUse, revision: int) -> list[str]:
         ]
     if use.is_used_by_all:
         return [f"all {use.daemon_count} daemons use revision {revision}"]
-    lines = [f"{each}: {reason}" for each, reason in use.outdated_daemons.items()]
+    lines = [f"{daemon}: {reason}" for daemon, reason in use.outdated_daemons.items()]
     lines += [
-        f"{each} publishes no revision: access control is off there, or it is not connected "
+        f"{daemon} publishes no revision: access control is off there, or it is not connected "
         "to ZooKeeper"
-        for each in use.daemons_without_revision
+        for daemon in use.daemons_without_revision
     ]
     lines += [
-        f"{each} is not registered in ZooKeeper: it may still use older permissions"
-        for each in use.unregistered_servers
+        f"{daemon} is not registered in ZooKeeper: it may still use older permissions"
+        for daemon in use.unregistered_servers
     ]
     hint = (
         "Hint: check the logs and /health of these daemons; `access list` prints the revision "
         "that each one uses."
     )
-    if any("ignores" in each for each in use.outdated_daemons.values()):
+    if any("ignores" in daemon for daemon in use.outdated_daemons.values()):
         hint += " Restart each daemon that ignores older revisions."
     lines.append(
         f"revision {revision} is stored, but {len(use.not_updated_daemons)} of {use.daemon_count} "

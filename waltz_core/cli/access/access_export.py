@@ -106,7 +106,7 @@ export.help_details = (
 async def import_command(
     *, file: Path, yes: bool, force: bool, connect: str, as_json: bool, timeout_s: float
 ) -> int:
-    """Replace the permissions of a cluster with those of a file."""
+    """Replace the permissions of a cluster with the permissions in a file."""
     exported = read_export(file)
     if not yes:
         return await _show_preview(exported, connect, as_json=as_json)

@@ -680,7 +680,7 @@ async def _restore_permissions(command: ChangeCommand, exported: Permissions) ->
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether the log of a partition must be chosen, because its replicas are not assigned yet.
+    """Whether no log was chosen for a partition yet, or its replicas are not assigned yet.
 
     If an earlier command died before it assigned the replicas, the partition was never opened. So
     its log can be chosen again.

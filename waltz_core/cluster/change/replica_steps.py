@@ -336,7 +336,7 @@ def placement_without_storage(
         others = [each for each in replicas if each != address]
         if (
             len(others) >= usual_count
-        ):  # The replica has a successor: this completes an earlier move.
+        ):  # another storage has the copy: this completes an earlier move
             moved[partition_id] = tuple(others)
             continue
         storage = builder.best_storage_for(others, [address])
@@ -356,9 +356,9 @@ def placement_with_replacement(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which storage `new` has taken over the replicas of storage `old`.
 
-    If both storages have a replica and the partition has one more than usual, the change completes
-    an earlier move. Raises BadRequest if the partition does not have one more: the change would
-    only remove a replica.
+    If both storages have a replica, and the partition has more replicas than usual, the change
+    completes an earlier move. Raises BadRequest if it does not have more replicas than usual: the
+    change would only remove a replica.
     """
     usual_count = _usual_replica_count(current)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}

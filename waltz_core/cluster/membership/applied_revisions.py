@@ -56,7 +56,7 @@ def decode_applied_revision(data: bytes) -> int:
 
 
 class AppliedRevisions:
-    """Publishes the permissions revision of one daemon, and reads those of all (rule 1)."""
+    """Publishes the applied revision of one daemon, and reads the revisions of all (rule 1)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes

@@ -5,7 +5,7 @@ the hanging server would keep its partitions. The simulator runs the watchdog, t
 
 Rules:
     1. The event loop calls `beat` regularly. Before each heartbeat to ZooKeeper, the thread that
-       keeps the session alive asks the watchdog whether it may send the heartbeat.
+       keeps the session alive queries the watchdog.
     2. The thread may not send a heartbeat if the loop has not called `beat` for a session timeout.
        The session then expires, and the partitions move, between 5/3 and 7/3 of a session timeout
        after the last call of `beat`.
