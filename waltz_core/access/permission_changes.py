@@ -8,8 +8,8 @@ Rules:
        BadRequest.
     2. A grantee has at most one grant for each verb that was changed; the grant contains all its
        partitions.
-    3. A change must not remove the last grant of `replicate` for a partition, unless the caller
-       forces it: without this verb, no server can open a session of the partition
+    3. Without a grant of `replicate` for a partition, no server can open a session of the
+       partition. So a change must not remove the last such grant, unless the caller forces it
        (`check_replicate_remains`).
     4. A change without an effect returns equal permissions, so no new revision is written.
 """

@@ -5,8 +5,8 @@ Rules:
        up. The cluster is checked repeatedly:
        - If a check finds no problem, the result is empty.
        - If two successive checks have problems in common, these problems are the result.
-       - If the problems change at each of `CHECKS_MAX` checks, the problems of the last check are
-         the result, because a cluster whose problems change all the time is not healthy.
+       - If the problems are different at each of `CHECKS_MAX` checks, the problems of the last
+         check are the result: a cluster whose problems change all the time is not healthy.
 """
 
 import asyncio

@@ -12,8 +12,8 @@ Rules:
        gets the error.
     4. Only the calls `follow_...` wait for long: they run until they are cancelled.
 
-All operations raise CoordinatorUnavailable if ZooKeeper does not answer in time, BadFormat (with
-the path) for a node that cannot be decoded, and BadConfig if there is no cluster.
+All operations raise CoordinatorUnavailable if ZooKeeper does not answer in time, and BadConfig if
+there is no cluster. If a node cannot be decoded, they raise BadFormat with the path of the node.
 """
 
 from collections.abc import Callable, Mapping

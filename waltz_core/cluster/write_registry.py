@@ -1,9 +1,11 @@
 """The registry of exactly-once writes: each row enters the log once, even if Spark repeats tasks.
 
 A write has many tasks, which run in separate processes, and several processes may run the same
-task. Through the registry, these processes agree on four facts: the high-water marks at the start
-of the write, the client ID of each task, the latest attempt of each task, and whether the write is
-done.
+task. Through the registry, these processes agree on:
+
+    - the high-water marks at the start of the write
+    - the client ID and the latest attempt of each task
+    - whether the write is done
 
 Rules (docs/spark.md, "Exactly once"):
     1. The first process stores the starting marks, which never change.
@@ -36,8 +38,9 @@ Rules (docs/spark.md, "Exactly once"):
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        limit slightly.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest attempt of its
-        task. Otherwise an attempt that was paused could finish the write with outdated outcomes: a
-        later attempt may have appended a row that the server had rejected in the paused attempt.
+        task. Otherwise an attempt that was paused could finish the write with outdated outcomes.
+        For example, a later attempt may have appended a row that was rejected in the paused
+        attempt.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -9,9 +9,9 @@ Rules:
        attempt claims the task of the write: the attempt gets the client ID of the task, and from
        then on the servers reject appends of earlier attempts.
     2. A transaction in the log must be traceable to its position in the request, even if two
-       transactions are equal. So if a request has n transactions in a partition, they get the
-       sequence numbers k * n + 1 to k * n + n, and k increases each time that they are sent.
-       Example: with n = 3, the second transaction has sequence number 2, then 5, then 8.
+       transactions are equal. So n transactions of a request in one partition get the sequence
+       numbers k * n + 1 to k * n + n. The number k increases each time that they are sent. Example:
+       with n = 3, the second transaction has sequence number 2, then 5, then 8.
     3. A later attempt first mounts its partitions, so that all appends of earlier attempts are
        final. It then finds its transactions in the log by the client ID, and sends only the missing
        transactions.

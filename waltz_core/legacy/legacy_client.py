@@ -1,7 +1,7 @@
 """Adapter for Waltz 0.13 clients: translates partition responses into messages they understand.
 
-Up to version 4, the client protocol (protocol L) has no messages for the outcome of an append, for
-a rejection, or for the end of a mount. The adapter is between the server's partitions and a
+Up to version 4, the client protocol (protocol L) has no messages for three events: the outcome of
+an append, a rejection, and the end of a mount. The adapter is between the server's partitions and a
 connection. It translates each answer into a message that a 0.13 client understands, or drops the
 answer. It never sends a message that is not true. docs/decisions/020 lists each state in which a
 client might wait forever, and how this state ends.

@@ -51,8 +51,8 @@ NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
 # If the lag of a replica is below this number of transactions, the owner sends the missing records
 # from memory.
 LAG_TRANSACTIONS_MAX: Final = 100_000
-# A storage is slow if its answers to appends take at least `SLOW_APPEND_RATIO_MIN` times as long as
-# those of the other storages, in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
+# A storage is slow if its append latency is at least `SLOW_APPEND_RATIO_MIN` times that of the
+# other storages, measured in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
 # below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
 SLOW_APPEND_RATIO_MIN: Final = 5
 SLOW_APPEND_MS_MIN: Final = 50

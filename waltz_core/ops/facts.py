@@ -55,8 +55,8 @@ class ServerFacts:
     # field contains their errors.
     is_excluded_as_unreachable: bool = False
     connection_errors: tuple[str, ...] = ()
-    # For each storage: the number of seconds in the last minute in which it answered appends, and
-    # the median of the mean latencies of these seconds, in microseconds.
+    # For each storage, a pair: the number of seconds in the last minute in which it answered
+    # appends, and the median latency in microseconds (of the mean latencies of these seconds).
     append_latencies: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 

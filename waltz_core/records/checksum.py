@@ -1,8 +1,8 @@
 """CRC-32 of bytes and of many short rows, and of concatenated bytes from the CRCs of their parts.
 
 CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from the checksums of
-its header and its data, and the checksum of a run of records from the CRCs in the records. So the
-bytes are read only once.
+its header and its data. The checksum of a run of records can be computed from the CRCs in the
+records. So the bytes are read only once.
 
 Rules:
     1. The algorithm is CRC-32 IEEE 802.3, like zlib's; results are always unsigned. ISA-L computes

@@ -13,8 +13,8 @@ Rules:
        commit, with the current marks, may add new fields of structs before the batch.
     3. A batch without changes writes no commit. If the marks have advanced, the follower commits
        the marks alone when its last commit is older than `MARKS_COMMIT_S`, or when the follower
-       ends. If the user has created the table and it has no marks yet, the follower also stores its
-       start marks at its end, because the next run may be started without them.
+       ends. If the table was created by the user and has no marks yet, the follower stores its
+       start marks when it ends. Otherwise the next run would need the start marks again.
     4. Commits of other programs after the follower's last commit are checked. A commit that
        replaces the rows of the table, such as a `RESTORE`, is an error. A commit of a follower with
        another name is an error, because each of the two followers would overwrite newer rows with

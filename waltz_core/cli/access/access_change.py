@@ -11,9 +11,8 @@ Rules:
     4. If ZooKeeper was restored to an earlier state, a daemon may use a later revision than the one
        in ZooKeeper. Such a daemon ignores the change, and counts as a daemon that does not use it.
     5. A server that has lost its ZooKeeper session is not registered, but continues to serve. So
-       the command also expects the revision from two kinds of unregistered servers: servers in the
-       current assignment, and servers that were registered or had published a revision before the
-       change.
+       the command also waits for two kinds of unregistered servers: servers in the current
+       assignment, and servers that were registered, or had published a revision, before the change.
 """
 
 import asyncio

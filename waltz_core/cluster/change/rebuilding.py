@@ -14,10 +14,10 @@ for these reasons:
 
 Only the replicas of the last assignment count, but this assignment is lost. A log with an older
 session may belong to a replica that had fallen behind, or may have remained on a storage when the
-partition moved away. Such a log proves nothing about later sessions. Conversely, a storage may have
-had a replica although no log is found there: the log cannot be opened, the replica was taken
-offline, or the directory is empty. Only a log of the newest session certainly belonged to a replica
-in this session.
+partition moved away. Such a log proves nothing about later sessions. Conversely, a storage without
+a readable log may have had a replica: the log cannot be opened, the replica was taken offline, or
+the directory is empty. Only a log of the newest session certainly belonged to a replica in this
+session.
 
 Rules (docs/design/correctness.md 2.4, row 15):
     1. No server can open a partition before its log is chosen. Until then, the new nodes contain no

@@ -6,9 +6,9 @@ Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
     2. Partitions move from a loaded server, the source, to the least loaded server, the target. The
        gain of a move is the decrease of the greater of their two loads.
-       - To ignore noise and short peaks, a rebalancing begins only if two conditions hold for
-         `sustained_ms`: the load of the source is more than a quarter above the servers' average,
-         and the gain is at least an eighth of this average.
+       - A rebalancing begins only if the load of the source is more than a quarter above the
+         servers' average, and the gain is at least an eighth of this average. Both must hold for
+         `sustained_ms`, so that noise and short peaks are ignored.
        - For `rebalancing_ms` after that, a gain of a twentieth is sufficient, so that the
          rebalancing is completed.
        - Each move makes the loads of two servers more even. So with constant loads, the moves end.

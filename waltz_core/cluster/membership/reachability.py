@@ -9,11 +9,12 @@ Rules:
        connected to. A server with an open partition is a *witness*: the open partition proves that
        its network and its TLS settings work. A witness also publishes which servers it cannot
        connect to. Waltz 0.13 neither writes nor reads these nodes.
-    2. A server counts as unreachable for a witness after `FAILURES_MIN` failed attempts in a row
-       over `FAILING_MS`, and as reachable again once a connection has lasted for `STABLE_MS`.
+    2. A server is unreachable for a witness after `FAILURES_MIN` failed attempts in a row, over at
+       least `FAILING_MS`. It is reachable again after a connection has lasted for `STABLE_MS`.
     3. A server to which no witness can connect owns no partitions. Exception: another server in the
-       current assignment has connected to it. Without this exception, a server that is cut off from
-       the others would exclude them all if it is the first witness after a restart of all storages.
+       current assignment has connected to it. The exception prevents the following: after a restart
+       of all storages, the first witness is a server that is cut off from the others, and excludes
+       them all.
     4. A server that is new owns no partitions before a witness has connected to it.
     5. If no other server is a witness, rules 3 and 4 do not exclude a server. If these rules
        exclude all servers, all servers may own partitions.

@@ -384,8 +384,8 @@ class Membership:
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
         """Call back with each settled view, and when no server is live, until cancelled.
 
-        While this process is registered, this method also keeps it registered and does the work of
-        the leader: it computes the assignment for a changed set of servers (rules 1 and 2).
+        While this process is registered, this method also keeps it registered. If this process is
+        the leader, the method also computes the assignments (rules 1 and 2).
         """
         partition_count: int | None = None
         last: ServersView | None = None
