@@ -55,7 +55,7 @@ export function onClusterData(listener) {
 }
 
 function notify() {
-  for (const each of [...listeners]) each();
+  for (const listener of [...listeners]) listener();
 }
 
 async function load(signal) {
@@ -95,7 +95,7 @@ export function staleness() {
 }
 
 function addLostServers(answer) {
-  for (const each of answer.servers) state.lastSeen.set(each.address, answer.time_ms);
+  for (const server of answer.servers) state.lastSeen.set(server.address, answer.time_ms);
   for (const [address, seen_ms] of state.lastSeen) {
     if (seen_ms === answer.time_ms) continue;
     if (answer.time_ms - seen_ms > REMEMBERED_MS) state.lastSeen.delete(address);
@@ -114,14 +114,14 @@ function lostServer(address, seen_ms) {
 
 function addSamples(answer) {
   let total = 0;
-  for (const each of answer.partitions) {
-    const series = seriesOf(each.partition);
-    series.isKnown = each.high_water_mark !== null;
+  for (const partition of answer.partitions) {
+    const series = seriesOf(partition.partition);
+    series.isKnown = partition.high_water_mark !== null;
     if (!series.isKnown) continue;
-    addSample(series, answer.time_ms, each.high_water_mark);
+    addSample(series, answer.time_ms, partition.high_water_mark);
     total += lastValue(series.rates) ?? 0;
   }
-  if ([...state.series.values()].some((each) => each.rates.length > 0)) {
+  if ([...state.series.values()].some((series) => series.rates.length > 0)) {
     addPoint(state.total, answer.time_ms, total);
   }
 }
@@ -178,7 +178,7 @@ function zookeeperProblems(data) {
   addNamed(
     problems,
     "warn",
-    data.zookeeper.filter((each) => each.state === "down"),
+    data.zookeeper.filter((server) => server.state === "down"),
     "ZooKeeper server",
     "down",
   );
@@ -190,14 +190,14 @@ function processProblems(data) {
   addNamed(
     problems,
     "bad",
-    data.storages.filter((each) => each.state === "down"),
+    data.storages.filter((storage) => storage.state === "down"),
     "storage",
     "down",
   );
   addNamed(
     problems,
     "bad",
-    data.servers.filter((each) => each.state === "down" && !each.hasLeft),
+    data.servers.filter((server) => server.state === "down" && !server.hasLeft),
     "server",
     "down",
   );
@@ -206,27 +206,27 @@ function processProblems(data) {
   addNamed(
     problems,
     "warn",
-    data.servers.filter((each) => each.hasLeft),
+    data.servers.filter((server) => server.hasLeft),
     "server",
     "not registered any more",
   );
   addNamed(
     problems,
     "bad",
-    data.storages.filter((each) => each.is_full),
+    data.storages.filter((storage) => storage.is_full),
     "storage",
     "full",
   );
   const down = new Set(
-    data.storages.filter((each) => each.state === "down").map((each) => each.address),
+    data.storages.filter((storage) => storage.state === "down").map((storage) => storage.address),
   );
-  for (const each of data.servers) {
+  for (const server of data.servers) {
     // A storage that is down is already in the list.
-    const unreachable = each.unreachable_storages.filter((storage) => !down.has(storage));
+    const unreachable = server.unreachable_storages.filter((storage) => !down.has(storage));
     if (unreachable.length > 0) {
       problems.push({
         level: "warn",
-        text: `Server ${each.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}`,
+        text: `Server ${server.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}`,
       });
     }
   }
@@ -236,7 +236,9 @@ function processProblems(data) {
 function partitionProblems(data) {
   const problems = [];
   const inState = (state) =>
-    data.partitions.filter((each) => each.state === state).map((each) => each.partition);
+    data.partitions
+      .filter((partition) => partition.state === state)
+      .map((partition) => partition.partition);
   const textByState = { closed: "no open session", no_owner: "no owner", no_quorum: "no quorum" };
   for (const [state, problemText] of Object.entries(textByState)) {
     const partitions = inState(state);
@@ -245,8 +247,8 @@ function partitionProblems(data) {
   }
   const partitionsWithReplica = (state) =>
     data.partitions
-      .filter((each) => each.replicas.some((replica) => replica.state === state))
-      .map((each) => each.partition);
+      .filter((partition) => partition.replicas.some((replica) => replica.state === state))
+      .map((partition) => partition.partition);
   addPartitions(problems, "warn", partitionsWithReplica("out_of_sync"), "a replica out of sync");
   addPartitions(problems, "warn", partitionsWithReplica("unavailable"), "an unavailable replica");
   return problems;
@@ -254,12 +256,14 @@ function partitionProblems(data) {
 
 function diskProblems(data) {
   const nearlyFull = data.storages.filter(
-    (each) =>
-      !each.is_full && each.days_until_full !== null && each.days_until_full < DISK_DAYS_LOW,
+    (storage) =>
+      !storage.is_full &&
+      storage.days_until_full !== null &&
+      storage.days_until_full < DISK_DAYS_LOW,
   );
   if (nearlyFull.length === 0) return [];
   const storageTexts = nearlyFull.map(
-    (each) => `${each.address} (${format.days(each.days_until_full)})`,
+    (storage) => `${storage.address} (${format.days(storage.days_until_full)})`,
   );
   return [
     {
@@ -274,7 +278,7 @@ function addNamed(problems, level, items, noun, stateText) {
   const verb = items.length === 1 ? "is" : "are";
   problems.push({
     level,
-    text: `${format.count(items.length, noun)} ${verb} ${stateText}: ${items.map((each) => each.address).join(", ")}`,
+    text: `${format.count(items.length, noun)} ${verb} ${stateText}: ${items.map((item) => item.address).join(", ")}`,
   });
 }
 
@@ -292,7 +296,7 @@ function addPartitions(problems, level, partitions, problemText) {
 export function notesOf(data) {
   const notes = [];
   if (problemsOf(data).length > 0) {
-    if (data.partitions.every((each) => each.state === "open"))
+    if (data.partitions.every((partition) => partition.state === "open"))
       notes.push("All partitions are open: appends continue.");
     notes.push("The page Findings lists commands that repair problems.");
   }
@@ -303,7 +307,7 @@ export function notesOf(data) {
     ["partition", data.partitions],
   ];
   for (const [noun, items] of kinds) {
-    const unknown = items.filter((each) => each.state === "unknown").length;
+    const unknown = items.filter((item) => item.state === "unknown").length;
     if (unknown > 0) notes.push(`The state of ${format.count(unknown, noun)} is unknown.`);
   }
   return notes;
@@ -311,7 +315,7 @@ export function notesOf(data) {
 
 export function healthText(data, problems) {
   if (problems.length > 0) return `${problems[0].text}.`;
-  const known = (items) => items.filter((each) => each.state !== "unknown").length;
+  const known = (items) => items.filter((item) => item.state !== "unknown").length;
   const countTexts = [
     format.count(known(data.storages), "storage"),
     format.count(known(data.servers), "server"),
@@ -326,6 +330,8 @@ export function hasProblem(partition) {
     partition.state === "closed" ||
     partition.state === "no_owner" ||
     partition.state === "no_quorum" ||
-    partition.replicas.some((each) => each.state === "out_of_sync" || each.state === "unavailable")
+    partition.replicas.some(
+      (replica) => replica.state === "out_of_sync" || replica.state === "unavailable",
+    )
   );
 }

@@ -12,7 +12,7 @@ export function el(name, attributes = {}, ...children) {
     if (typeof value === "function") node.addEventListener(key, value);
     else setAttribute(node, key, value);
   }
-  node.append(...children.filter((each) => each !== null && each !== undefined));
+  node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -63,8 +63,8 @@ export function keyed(parent, items, { key, create, update }) {
 export function parts(node) {
   if (node.namedParts === undefined) {
     node.namedParts = {};
-    for (const each of node.querySelectorAll("[data-part]")) {
-      node.namedParts[each.dataset.part] = each;
+    for (const part of node.querySelectorAll("[data-part]")) {
+      node.namedParts[part.dataset.part] = part;
     }
   }
   return node.namedParts;
@@ -76,11 +76,11 @@ export function part(tag, name, attributes = {}, ...children) {
 
 // A table that scrolls in its own box; a title that starts with # marks a column of numbers.
 export function scrollTable({ caption, id, columns, body }, attributes = {}) {
-  const headerCells = columns.map((each) =>
+  const headerCells = columns.map((column) =>
     el(
       "th",
-      { scope: "col", class: each.startsWith("#") ? "number" : null },
-      each.replace("#", ""),
+      { scope: "col", class: column.startsWith("#") ? "number" : null },
+      column.replace("#", ""),
     ),
   );
   return el(

@@ -385,7 +385,7 @@ function toggleFollow(page) {
 function follow(page) {
   page.next = null;
   page.isLate = false;
-  for (const each of [page.older, page.oldest, page.newer, page.newest]) enable(each, false);
+  for (const button of [page.older, page.oldest, page.newer, page.newest]) enable(button, false);
   setText(page.status, "Loading…");
   page.following = poll(
     (signal) => followOnce(page, signal),
@@ -445,12 +445,15 @@ function addFollowed(page, answer, { isStart }) {
 }
 
 function removeOldest(page) {
-  for (const each of page.rows.splice(0, Math.max(0, page.rows.length - ROWS_MAX))) {
-    if (each.row.contains(document.activeElement) || each.detail?.contains(document.activeElement))
+  for (const removed of page.rows.splice(0, Math.max(0, page.rows.length - ROWS_MAX))) {
+    if (
+      removed.row.contains(document.activeElement) ||
+      removed.detail?.contains(document.activeElement)
+    )
       page.box.focus();
-    each.gap?.remove();
-    each.row.remove();
-    each.detail?.remove();
+    removed.gap?.remove();
+    removed.row.remove();
+    removed.detail?.remove();
   }
 }
 
@@ -477,8 +480,8 @@ function clearRows(page) {
 }
 
 function addRows(page, transactions) {
-  for (const each of transactions) {
-    const item = createRow(page, each);
+  for (const transaction of transactions) {
+    const item = createRow(page, transaction);
     page.rows.push(item);
     page.body.append(item.row);
     if (String(item.id) === page.open) {
@@ -574,7 +577,7 @@ function createDetail({ id, transaction, page }) {
 }
 
 function toggleAll(page) {
-  const isOpen = page.rows.some((each) => each.button.getAttribute("aria-expanded") !== "true");
-  for (const each of page.rows) toggle(each, isOpen);
+  const isOpen = page.rows.some((row) => row.button.getAttribute("aria-expanded") !== "true");
+  for (const row of page.rows) toggle(row, isOpen);
   setText(page.expand, isOpen ? "Collapse all" : "Expand all");
 }
