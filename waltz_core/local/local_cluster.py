@@ -276,7 +276,7 @@ class LocalCluster:
         try:
             self._prepare(deadline, show_line)
             with self._lock_directory():
-                started = [each for each in self.members if each.process() is None]
+                started = [unstarted for unstarted in self.members if unstarted.process() is None]
                 for member in self.members:
                     self.start(member.name)
             self._await_partitions(deadline, show_line)
@@ -746,7 +746,7 @@ class LocalCluster:
         """Return the addresses of the servers that ZooKeeper does not list yet."""
         view = self._read_servers(parse_connect_string(self.connect))
         included = view.servers.keys() - view.excluded if view.is_settled else ()
-        registered = {view.servers[each].address for each in included}
+        registered = {view.servers[server_id].address for server_id in included}
         servers = [self._settings_of(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]
         pairs = zip(servers, ports, strict=True)

@@ -97,7 +97,9 @@ def cluster_summary(facts: Facts) -> str:
     """Return a summary of the cluster, for a report without findings."""
     cluster = facts.cluster
     assert cluster is not None
-    replicas = sorted({len(each) for each in cluster.assigned_replicas.values()})
+    replicas = sorted(
+        {len(partition_replicas) for partition_replicas in cluster.assigned_replicas.values()}
+    )
     return (
         f"{_count_text(len(cluster.servers), 'server')}, "
         f"{_count_text(len(cluster.storages), 'storage')}, "
@@ -269,7 +271,9 @@ class _ClusterDiagnosis:
         for storage in self._cluster.storages.values():
             self._check_storage(storage)
         storages = self._cluster.storages.values()
-        if storages and all(each.is_tls_mismatch or each.is_denied for each in storages):
+        if storages and all(
+            known_storage.is_tls_mismatch or known_storage.is_denied for known_storage in storages
+        ):
             return  # rule 1: the states of the storages are unknown
         self._check_append_latencies()
         self._check_archive()
@@ -516,7 +520,9 @@ class _ClusterDiagnosis:
             archive = storage.archive
             assert archive is not None
             partitions = self._cluster.partitions
-            has_unarchived = any(partitions[each].unarchived_count for each in storage.replicas)
+            has_unarchived = any(
+                partitions[partition_id].unarchived_count for partition_id in storage.replicas
+            )
             has_failed = has_unarchived and bool(archive.error)
             if archive.read_damage or (has_failed and archive.is_damaged):
                 reason = archive.read_damage or archive.error

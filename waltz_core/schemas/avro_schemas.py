@@ -133,9 +133,9 @@ class AvroSchemaCheck:
             raise BadFormat(
                 "Avro schema: expected a union with at least one type, found an empty one"
             )
-        if any(isinstance(each, list) for each in schema):
+        if any(isinstance(branch_schema, list) for branch_schema in schema):
             raise BadFormat("Avro schema: expected no union in a union, found one")
-        parts = [self._check_type(each, namespace, depth - 1) for each in schema]
+        parts = [self._check_type(branch_schema, namespace, depth - 1) for branch_schema in schema]
         names = [branch_name(branch) for branch, _ in parts]
         if len(set(names)) != len(names):
             raise BadFormat(

@@ -128,7 +128,7 @@ def library_error(table: str, error: Exception) -> LibraryError:
             f"{match[1]}, and partitions have no common order. Hint: use a key that includes the "
             "columns that determine the partition."
         )
-    known_error = next(each for each in _KNOWN_ERRORS if each.text.search(text))
+    known_error = next(candidate for candidate in _KNOWN_ERRORS if candidate.text.search(text))
     cause = known_error.cause or _one_line_cause(text)
     return known_error.kind(". ".join(filter(None, (f"table {table}: {cause}", known_error.hint))))
 

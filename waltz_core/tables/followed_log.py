@@ -233,7 +233,7 @@ class ClientFollowedLog:
         part: list[tuple[int, RangeChunk]] = []
         size = 0
         for partition, end in sorted(ends.items()):
-            start = min(each[partition] for each in starts)
+            start = min(start_marks[partition] for start_marks in starts)
             if end <= start:
                 continue
             chunks = self._client.read_range(

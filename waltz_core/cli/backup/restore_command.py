@@ -216,7 +216,8 @@ def _restore_result(
     return {
         "cluster_key": str(key),
         "partitions": {
-            each: None if end is None else [end.first, end.last] for each, end in ends.items()
+            restored_id: None if end is None else [end.first, end.last]
+            for restored_id, end in ends.items()
         },
         "access": None if backup.permissions is None else revision_json(backup.permissions),
         "summary": "\n".join(lines),

@@ -379,7 +379,7 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
     """Assign the first replicas of partitions with a chosen log (rebuilding.py, rule 2)."""
 
     def with_decisions(old: ReplicaAssignments) -> ReplicaAssignments:
-        assigned = {each: list(ids) for each, ids in old.partitions.items()}
+        assigned = {name: list(ids) for name, ids in old.partitions.items()}
         for decision in decisions:
             for address, ids in assigned.items():
                 is_member = address in decision.first_members
@@ -387,7 +387,7 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
                     ids.remove(decision.partition_id)
                 elif decision.partition_id not in ids and is_member:
                     ids.append(decision.partition_id)
-        return ReplicaAssignments({each: tuple(sorted(ids)) for each, ids in assigned.items()})
+        return ReplicaAssignments({name: tuple(sorted(ids)) for name, ids in assigned.items()})
 
     await coordinator.storages.change_layout(
         lambda old: replace(old, assignment=with_decisions(old.assignment))

@@ -411,7 +411,9 @@ def spread_replicas(
         _spread_over_groups(builder, partition_id)
     while _move_one_replica(builder):
         pass
-    return {each: tuple(replicas) for each, replicas in builder.replicas.items()}
+    return {
+        placed_partition: tuple(replicas) for placed_partition, replicas in builder.replicas.items()
+    }
 
 
 def fill_up_replicas(
