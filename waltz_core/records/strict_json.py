@@ -75,7 +75,7 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
     """Decode a JSON text; numbers with a fraction or an exponent become a Decimal.
 
     Raises:
-        ValueError: as for `from_json`, except that no number is too large.
+        ValueError: as for `from_json`, but numbers of any size are accepted.
     """
     text = data.decode(json.detect_encoding(data))
     try:

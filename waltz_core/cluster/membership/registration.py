@@ -284,9 +284,9 @@ class Membership:
     async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if the node still exists.
 
-        Without this call, its partitions would move only some seconds later, when its session ends.
-        Safety does not depend on this deletion, but on fencing. Raises CoordinatorUnavailable if
-        the node may still exist.
+        Without this call, the server's partitions would move only some seconds later, when its
+        session ends. Safety does not depend on this deletion, but on fencing. Raises
+        CoordinatorUnavailable if the node may still exist.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()

@@ -206,7 +206,8 @@ class MemoryZooKeeper:
         for path in touched:
             for session in self._sessions:
                 self._due.extend(session.watches.of_data.pop(path, ()))
-                # NB: a child's change of data fires, too; an unnecessary signal is harmless.
+                # NB: a change of a child's data also sets these signals, which is unnecessary but
+                # harmless.
                 self._due.extend(session.watches.of_children.pop(_parent(path), ()))
         if self._is_firing:
             return  # rule 3

@@ -22,7 +22,7 @@ def check_administrator(permissions: Permissions, token_hash: str, action: str) 
 
     Raises:
         AuthenticationFailed: the token is not valid.
-        PermissionDenied: the principal does not have the verb administer for all partitions.
+        PermissionDenied: the principal does not have the verb `administer` for all partitions.
     """
     principal = _principal_of(permissions, token_hash)
     if Grants(permissions).for_principal(principal).missing_verb(_REQUIRED, None) is not None:
