@@ -419,7 +419,7 @@ def spread_replicas(
 def fill_up_replicas(
     current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which each partition has its number of replicas; none moves.
+    """Return the placement with added replicas, so that each partition has its number of them.
 
     Raises BadRequest if there are too few storages.
     """
