@@ -61,7 +61,7 @@ class Driver(Generic[EventT, EffectT]):
         return self._is_stopped
 
     def post(self, event: EventT | Wakeup) -> None:
-        """Pass an event to the machine, and perform its effects (rule 1 describes nested calls).
+        """Pass an event to the machine, and perform the effects before the return (but see rule 1).
 
         A stopped driver drops the event. Errors of the machine are not raised: see `on_failure`.
         """

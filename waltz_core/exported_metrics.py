@@ -18,7 +18,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MetricValues:
-    """The values of one scrape; for a name or label that is not in `TABLE`, methods raise."""
+    """The values of one scrape; a name or label that is not in `TABLE` raises an exception."""
 
     def __init__(self) -> None:
         self._families: dict[str, Family] = {}

@@ -197,10 +197,10 @@ class MemoryWaltz:
         return self._faults.count
 
     def reject_next(self, count: int = 1) -> None:
-        """Reject the next `count` appends with locks, as if another client had written these locks.
+        """Reject the next `count` appends with a read or write lock, as for a real conflict.
 
-        These are false rejections, as with a lock table whose entry is shared. 0 ends the
-        rejections. Rows of `append_batch` are not rejected.
+        No other client has written the lock. In a cluster, a false rejection by a lock table has
+        the same effect. 0 ends the rejections. Rows of `append_batch` are not rejected.
         """
         self._faults.rejections = count
 

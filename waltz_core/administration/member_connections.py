@@ -4,9 +4,9 @@ A command or a request of the console works on one cluster, and opens connection
 the settings are in the current context (`contextvars`), which all tasks of the command inherit.
 
 Rules:
-    1. The settings come from the option `--tls`; without it, from ?tls= in the command's connect
-       string; without both, from $WALTZ_CONNECT. The location of a token comes from the same
-       connect string; `--tls` specifies none.
+    1. With the option `--tls`, the TLS settings come from this option, and there is no token.
+       Otherwise the connect string specifies both the TLS settings and the location of the token.
+       This is the connect string of the command or, if the command has none, $WALTZ_CONNECT.
     2. For a request of the console, the gateway selects a TLS context with the token of the caller.
     3. Clients (`WaltzClient`) use their own connect string.
 """

@@ -404,8 +404,9 @@ class Coordinator:
     ) -> model.ReplicaAssignments:
         """Replace the replica assignment by the result of `change`; return the new assignment.
 
-        After a concurrent write, `change` is called again. Raises BadRequest if `change` replaces
-        too many replicas of a partition at once (docs/design/correctness.md 2.4, row 36).
+        After a concurrent write, `change` is called again. Raises BadRequest if `change` adds too
+        many replicas to a partition at once, or removes its last replica
+        (docs/design/correctness.md 2.4, row 36).
         """
         path = self.paths.replica_assignment
         partition_count = (await self.read_cluster()).params.partition_count
@@ -540,7 +541,7 @@ class Coordinator:
         await self._membership.change_preferences(descriptor)
 
     def keep_owners(self) -> None:
-        """As the leader, leave each partition with its owner: the balance by load moves it."""
+        """While this process is the leader, move partitions by load, not by count."""
         self._membership.keeps_owners = True
 
     async def move_partitions(
@@ -571,7 +572,7 @@ class Coordinator:
         return await self._membership.read()
 
     async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view, and when no server is live, until cancelled."""
+        """Call back with each settled view, and if no server is live, until cancelled."""
         await self._membership.follow(callback)
 
 

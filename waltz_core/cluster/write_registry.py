@@ -33,8 +33,9 @@ Rules (docs/spark.md, "Exactly once"):
        principals. A write belongs to the principal that began it. If the write was begun without a
        principal or by `anonymous`, it belongs to the first other principal that enters it. Then the
        owner never changes again (decision 048, AC 14). `enter` checks the owner a second time after
-       it has written the task. Between the two checks, another principal may have started the write
-       again. Then `enter` must not return the client ID of this principal's task.
+       it has written the task. Between the two checks, the write may have been removed, and
+       started again by another principal. Then `enter` must not return the client ID of the other
+       principal's task.
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        limit slightly.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest attempt of its
@@ -268,7 +269,7 @@ class WriteRegistry:
             )
 
     async def _count_writes(self, principal: str) -> int:
-        """Return the number of a principal's writes; 0 if all writes together are few."""
+        """Return the number of a principal's writes; 0 if the total is below the limit."""
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         if len(names) < WRITES_PER_PRINCIPAL_MAX:
@@ -516,7 +517,7 @@ class WriteRegistry:
         return removals
 
     async def forget_expired(self) -> list[str]:
-        """Check a few writes, and remove the expired ones; return the names of these."""
+        """Check a few writes, and remove the expired ones; return their names."""
         now_ms, names = await self._find_expired()
         return [name for name in names if await self.forget(name, expired_ms=now_ms)]
 

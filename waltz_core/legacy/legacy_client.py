@@ -146,8 +146,8 @@ class LegacyClientAdapter:
         assert version <= VERSION_MAX
         self._version = version
         self._mounts: dict[PartitionId, _LegacyMount] = {}
-        # The time of the last report that a mount has ended, for partitions without a mount (rule
-        # 5).
+        # For partitions without a mount: the time of the last report that a mount has ended
+        # (rule 5).
         self._mount_ended_s: dict[PartitionId, float] = {}
         self._is_closing = False
 
@@ -219,8 +219,8 @@ class LegacyClientAdapter:
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is RowOutcomeCode.LOCK:
             conflict = int.from_bytes(message.conflicting, "big", signed=True)
-            # The client waits until its mark reaches this ID. So a committed transaction must have
-            # this ID.
+            # The client waits until its mark reaches this ID, so the ID must be that of a committed
+            # transaction.
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
         if reason in _MOUNT_ENDING_REASONS:
@@ -229,7 +229,7 @@ class LegacyClientAdapter:
             return InexpressibleError(
                 f"append {req_id} is too large, and a Waltz 0.13 client sends it again and again"
             )
-        return None  # in the log, or OVERLOADED: the next flush reports the failure
+        return None  # committed, or OVERLOADED: the answer to the next flush reports the failure
 
     # -----------------------------------------------------------------------------------------
     # mounts

@@ -5,12 +5,13 @@ and `legacy_server_appends.py` infer the outcome of an append from the feed. No 
 on these inferences (docs/design/wire-format.md 2, decision 022).
 
 Rules (1 to 3 and 7: `legacy_server_appends.py`):
-    4. A row that fits none of the rules 1 to 3 is settled by a flush. The server answers the flush
-       with its high-water mark. When the feed has reached this mark, and has not contained the row,
-       the row is not in the log. But a server that has lost the partition, and does not know this
-       yet, may answer with an old mark. So the partition reads the owner from ZooKeeper afterwards
-       (`CheckOwnership`), and draws the conclusion only if the server is still the owner. A mount
-       also sends a flush, for rows of earlier connections.
+    4. All other rows are settled by a flush:
+       - The server answers the flush with its high-water mark. If the feed reaches this mark
+         without the row, the row is not in the log.
+       - A server that has lost the partition without noticing may answer with an old mark. So the
+         owner is read from ZooKeeper afterwards (`CheckOwnership`). The row is settled only if the
+         server is still the owner.
+       - Each mount also sends a flush, which settles the rows of earlier connections.
     5. All mounts of one connection have the connection sequence of the first mount, because the
        server stores this sequence as long as the connection exists. If the server does not answer a
        mount, it has dropped this mount, and would drop all later mounts of the connection.

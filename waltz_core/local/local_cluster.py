@@ -711,9 +711,9 @@ class LocalCluster:
     def _await_members(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
         """Wait until the started storages and all ZooKeeper servers serve requests.
 
-        This wait detects a storage that exits at once. Without it, a ZooKeeper server that is still
-        starting would be reported as failed. Exceeding the deadline is not an error. Raises
-        Unreachable if a member exits.
+        This wait detects a storage that exits at once. Without this wait, a ZooKeeper server that
+        is still starting, or still joins the ensemble, would be reported as failed. Exceeding the
+        deadline is not an error. Raises Unreachable if a member exits.
         """
         waiting = [member for member in started if member.kind == "storage"]
         waiting += [member for member in self.zookeepers if member.state == "up"]

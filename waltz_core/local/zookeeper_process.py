@@ -146,8 +146,8 @@ def zookeeper_command(config: Path) -> list[str]:
 def java_environment() -> dict[str, str]:
     """Return the environment variables for Java, with a locale that supports all file names.
 
-    If the locale is C, Java would not find zoo.cfg in a directory such as /tmp/ü. Python supports
-    such names in any locale.
+    Python encodes file names as UTF-8, even if the locale is C. Java would not find zoo.cfg in a
+    directory such as /tmp/ü in this locale.
     """
     locale_encoding = locale.nl_langinfo(locale.CODESET)
     if sys.getfilesystemencoding() == "utf-8" and locale_encoding != "UTF-8":

@@ -97,7 +97,7 @@ class PartitionCondition:
 
     @property
     def is_metadata_lost(self) -> bool:
-        """Whether ZooKeeper has lost the metadata: the marker is open, but no replica engaged."""
+        """Whether ZooKeeper has lost the metadata: an open marker, but no states of replicas."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_ever_opened

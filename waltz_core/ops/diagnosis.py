@@ -40,16 +40,16 @@ from waltz_core.records.record import PartitionId, ReplicaId
 MIB: Final = 1024 * 1024
 # The clocks of machines with NTP differ by less than this. No decision of Waltz depends on clocks.
 CLOCK_DIFFERENCE_MS_MAX: Final = 1_000
-# A disk is nearly full if less than a twentieth of its size is free. The minimum is four times the
-# default reserve: without this minimum, a small disk would reject appends before it counts as
-# nearly full.
+# A disk is nearly full if less than a twentieth of its size is free. This limit leaves the same
+# time on large and small disks. The minimum is four times the default reserve: without this
+# minimum, a small disk would reject appends before it counts as nearly full.
 NEARLY_FULL_SIZE_DIVISOR: Final = 20
 NEARLY_FULL_FREE_BYTES_MIN: Final = 256 * MIB
 NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
     1024 * MIB
 )  # the limit for an older storage, which does not report its disk size
-# If the lag of a replica is below this number of transactions, the owner sends the missing records
-# from memory.
+# While an owner sends a replica its missing records from memory, the lag of the replica is below
+# this number of transactions.
 LAG_TRANSACTIONS_MAX: Final = 100_000
 # A storage is slow if its append latency is at least `SLOW_APPEND_RATIO_MIN` times that of the
 # other storages, measured in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies

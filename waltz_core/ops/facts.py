@@ -62,8 +62,9 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One replica, as its storage reports it; `open_error` is why its log cannot be opened.
+    """One replica, as its storage reports it.
 
+    `open_error`: the reason why the log cannot be opened; empty if it can be opened.
     `is_opening`: the log has no known fault, and is being opened or about to be opened.
     `is_stuck`: reads of the log get no answer, although the storage answers.
     """
@@ -219,7 +220,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts; if `cluster` is None, the preceding field that is set is the reason."""
+    """All facts; if `cluster` is None, one of the three fields before it is the reason."""
 
     connect: str
     zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()

@@ -46,7 +46,7 @@ def find_newest_commit(
     Args:
         follower: the name of the follower.
         commits: the newest commits of the table, the newest first.
-        is_complete: whether `commits` reaches back to the first commit of the table.
+        is_complete: whether the history of the table has no older commits.
 
     Returns:
         None if `commits` contains no commit of the follower, or if older commits must be read, too.

@@ -153,7 +153,8 @@ class FollowedDeltaTable:
                 self._table.update_incremental()
                 if not self._table.history(1):  # an update would find nothing new there
                     raise BadFormat(TABLE_REMOVED_TEXT)
-            # NB: the history may have newer commits than the loaded version, under wrong versions.
+            # NB: if newer commits exist, the history lists them, but with wrong version numbers.
+            # So the state is read again until no newer version exists.
             while self._state is None or self._state[0] != self._table.version():
                 self._state = self._table.version(), _read_table_state(self._table, follower)
                 self._table.update_incremental()

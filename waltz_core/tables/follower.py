@@ -110,14 +110,16 @@ class OtherCommit(NamedTuple):
 class TableState(NamedTuple):
     """The state of a follower in the newest version of a table.
 
-    Attributes: metadata: the metadata of the follower's newest commit, with its marks; None if the
-    follower has no commit. version: the number of transactions that the table records for the
-    follower, if any. In Delta, this is the version in `txn`, not the version of the table.
-    other_commits: the commits after the follower's newest commit, in any order, and others to check
-    (rule 4); none if the follower has no commit. has_rows: whether the table has rows, or commits
-    of another follower. If there is metadata, `has_rows` is False only for a table that is not
-    created yet. rules: the rules in the newest commit of any follower, if this follower has no
-    commit.
+    Attributes:
+        metadata: the metadata of the follower's newest commit, with its marks; None if the follower
+            has no commit.
+        version: the number of transactions that the table records for the follower, if any. In
+            Delta, this is the version in `txn`, not the version of the table.
+        other_commits: the commits after the follower's newest commit, in any order, and earlier
+            commits that must be checked, too (rule 4); none if the follower has no commit.
+        has_rows: whether the table has rows, or commits of another follower. If there is metadata,
+            `has_rows` is False only for a table that is not created yet.
+        rules: the rules in the newest commit of any follower, if this follower has no commit.
     """
 
     metadata: str | None
@@ -240,7 +242,7 @@ class TableProgress(Generic[ChangesT]):
 
     @property
     def is_commit_due(self) -> bool:
-        """Whether to commit marks alone: they have advanced, the last commit is old (rule 3)."""
+        """Whether to commit new marks alone, because the last commit is old (rule 3)."""
         return self.has_moved and self._clock_s() - self._committed_s >= MARKS_COMMIT_S
 
     def read(self, log: FollowedLog[ChangesT]) -> bool:

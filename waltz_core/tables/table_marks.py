@@ -1,6 +1,6 @@
 """The high-water marks up to which a table contains the log, and the rule for the next batch.
 
-Each commit contains rows and, as JSON in its metadata, the marks:
+Each commit of a follower contains the marks after its rows, as JSON in its metadata:
 
     {"waltz": {"follower": "f", "cluster": "00112233445566778899aabbccddeeff", "marks": {"0": 41},
                "rules": {"key": ["id"], "headers": [], "delete_where": "op = 'D'"}}}

@@ -33,9 +33,9 @@ Rules (docs/design/correctness.md 2.4, row 15):
     5. Client IDs (both counters) and generations continue above all that were ever allocated, so
        that no append is mistaken for an old one. They start at the number of seconds since 2020.
        Because the operator's clock may have been set back, they also start above the greatest
-       values in the last records of each log. Principals may have requested even more issued IDs.
-       The proofs of these IDs become invalid, because the permissions get a new key
-       (`stored_permissions.py`, rule 4).
+       values in the last records of each log. A principal may have requested so many IDs that
+       servers have issued IDs above this start. The proofs of these IDs become invalid, because
+       the permissions get a new key (`stored_permissions.py`, rule 4).
     6. The metadata is written before the replica is marked, because a marked replica is trusted. In
        the opposite order, a command could die between the two writes. A session with the old
        metadata would then trust a replica that lacks records.

@@ -15,7 +15,7 @@ Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
 
 Invariants of a wanted placement:
     1. A partition has its replicas on different storages, and in as many groups as possible.
-    2. A replica that can stay stays.
+    2. No replica moves without need.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -357,8 +357,8 @@ def placement_with_replacement(
     """Return the placement in which storage `new` has taken over the replicas of storage `old`.
 
     If both storages have a replica, and the partition has more replicas than usual, the change
-    completes an earlier move. Raises BadRequest if it does not have more replicas than usual: the
-    change would only remove a replica.
+    completes an earlier move. If both have a replica, but the partition does not have more replicas
+    than usual, this function raises BadRequest: the change would only remove a replica.
     """
     usual_count = _usual_replica_count(current)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
@@ -403,8 +403,8 @@ def spread_replicas(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement with replicas spread evenly over groups and storages.
 
-    Without `replica_count`, a partition keeps its number of replicas, or gets one for each group.
-    Raises BadRequest if there are too few storages.
+    Without `replica_count`, a partition keeps its number of replicas, or gets one for each group if
+    it has none. Raises BadRequest if there are too few storages.
     """
     builder = _fill_up_placement(current, groups, replica_count)
     for partition_id in builder.replicas:
@@ -419,7 +419,10 @@ def spread_replicas(
 def fill_up_replicas(
     current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement with added replicas, so that each partition has its number of them.
+    """Return the placement in which each partition has the wanted number of replicas.
+
+    Replicas are added or removed, but no replica moves. Without `replica_count`, a partition keeps
+    its number of replicas, or gets one for each group if it has none.
 
     Raises BadRequest if there are too few storages.
     """

@@ -128,8 +128,8 @@ class StorageChanges:
     ) -> StorageLayout:
         """Replace the layout by the result of `change`; return the new layout.
 
-        After a concurrent write, `change` is called again. Raises BadRequest if `change` replaces
-        too many replicas of a partition at once.
+        After a concurrent write, `change` is called again. Raises BadRequest if `change` adds too
+        many replicas to a partition at once, or removes its last replica.
         """
         params = await self._nodes.read(self._paths.root, model.ClusterParams.from_bytes)
         for _ in range(WRITE_ATTEMPTS_MAX):

@@ -5,7 +5,8 @@ Rules:
        each new session with ZooKeeper, it publishes the revision again. A daemon without access
        control publishes no revision.
     2. NAME is `server-ID` or `storage-HOST:PORT`, so a server and a storage never have the same
-       name. An address contains no "/". A restarted server has a new ID.
+       name. An address contains no "/", so it can be part of a node's name. A restarted server has
+       a new ID.
 """
 
 from typing import Final

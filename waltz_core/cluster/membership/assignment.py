@@ -60,13 +60,15 @@ def assign_partitions(
 ) -> PartitionAssignment:
     """Return the assignment for the live servers.
 
-    The share of a server is the number of partitions divided by the number of servers. The
-    partitions are assigned in this order:
+    The share of a server is the number of partitions divided by the number of servers, rounded up
+    or down. The partitions are assigned in this order:
 
         1. Each preferred partition goes to the lowest server ID that prefers it, even beyond its
            share.
         2. Each server keeps its other partitions, up to its share.
         3. The remaining partitions are assigned in order of their IDs.
+
+    With `keeps_owners`, invariant 5 replaces steps 2 and 3.
 
     Raises BadRequest if the cluster would lose partitions.
     """
@@ -208,8 +210,8 @@ class _AssignmentBuilder:
             generation = _next_generation(generation, partition_id)
         self.owned[server_id][partition_id] = generation
         # The spare partitions are the remainder of the division: each may go to a server beyond its
-        # share. The number becomes negative if a server prefers many more partitions than its
-        # share; then other servers stay below their share.
+        # share. If more partitions than these go to servers beyond their shares, because they are
+        # preferred, the number becomes negative, and other servers stay below their share.
         if len(self.owned[server_id]) > self._share:
             self._spare -= 1
 

@@ -4,12 +4,13 @@ A move pauses every client of the partition, so partitions move only if the gain
 
 Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
-    2. Partitions move from a loaded server, the source, to the least loaded server, the target. The
-       gain of a move is the decrease of the greater of their two loads.
+    2. Partitions move from a server with a load above the servers' average, the source, to the
+       least loaded server, the target. The gain of a move is the decrease of the greater of their
+       two loads.
        - A rebalancing begins only if the load of the source is more than a quarter above the
-         servers' average, and the gain is at least an eighth of this average. Both must hold for
+         average, and the gain is more than an eighth of the average. Both must hold for
          `sustained_ms`, so that noise and short peaks are ignored.
-       - For `rebalancing_ms` after that, a gain of a twentieth is sufficient, so that the
+       - For `rebalancing_ms` after that, a gain of more than a twentieth is sufficient, so that the
          rebalancing is completed.
        - Each move makes the loads of two servers more even. So with constant loads, the moves end.
     3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
@@ -29,8 +30,8 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.record import PartitionId, ServerId
 
-# A load of 1 is about one KiB of appended data per second (server/process/partition_cost.py). A
-# partition with a load below 10 is nearly idle.
+# The load that is added to each partition (rule 4); a partition with a lower load is nearly idle. A
+# load of 1 is about one KiB of appended data per second (server/process/partition_cost.py).
 IDLE_LOAD: Final = 10.0
 
 
@@ -112,8 +113,8 @@ class Balancer:
         ready_sources = {
             each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms
         }
-        # The moves are planned again with the ready sources only (rule 6), because a move of the
-        # first plan may depend on a move from another source.
+        # The moves are planned again with the ready sources only (rule 6). It is not sufficient to
+        # select moves of the first plan: one move may depend on a move from another source.
         return self._compute_moves(
             server_loads, {each for each in movable if owners[each] in ready_sources}
         )

@@ -14,10 +14,11 @@ Rules (docs/zookeeper.md, "Membership and assignment"):
     4. A server that registers for the first time removes the nodes of earlier processes at its
        address.
     5. After an outage of ZooKeeper, sessions may have ended although no server has died. Therefore,
-       for one session timeout after the outage, the leader waits for owners that have not
-       registered again, and writes no assignment. A server that changes its own preferences waits
-       in the same way. No process waits for a server that is known to be dead: `remove_dead_server`
-       was called for it, or another process is registered at its address.
+       for one session timeout after the outage (at least `REGISTRATION_GRACE_MS_MIN`), the leader
+       waits for owners that have not registered again, and writes no assignment. A server that
+       changes its own preferences waits in the same way. No process waits for a server that is
+       known to be dead: `remove_dead_server` was called for it, or another process is registered at
+       its address.
     6. An assignment includes only the servers that may own partitions (`reachability.py`). When
        this set changes, the leader writes a new assignment, even if the live servers are the same.
 """
@@ -382,7 +383,7 @@ class Membership:
         return _servers_view(await self._read_membership(), partition_count)
 
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view, and when no server is live, until cancelled.
+        """Call back with each settled view, and if no server is live, until cancelled.
 
         While this process is registered, this method also keeps it registered. If this process is
         the leader, the method also computes the assignments (rules 1 and 2).

@@ -26,7 +26,7 @@ class ConnectionHistory:
 
     @property
     def disconnected_ms(self) -> int:
-        """The time since the connection was lost, in ms; 0 while there is a connection."""
+        """The time without a connection until now, in ms; 0 while there is a connection."""
         return (
             0
             if self._disconnected_since_ms is None

@@ -94,7 +94,7 @@ class SessionState(Enum):
     """The state of the session with ZooKeeper."""
 
     CONNECTED = auto()
-    SUSPENDED = auto()  # no connection; the session and its ephemeral nodes may still exist
+    SUSPENDED = auto()  # no connection; the session, its ephemeral nodes and its watches may exist
     LOST = auto()  # the session is over, and ZooKeeper deletes its ephemeral nodes
 
 
@@ -141,16 +141,16 @@ class Znodes(Protocol):
         """Set a signal after `after_ms` milliseconds."""
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node, or None; its change, creation or deletion sets the signal."""
+        """Read a node (None: missing); its change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of a node's children, or None; a change of the list sets the signal."""
+        """Read the names of a node's children (None: no such node); a change sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; return the nodes' new versions (NO_NODE if deleted)."""
 
     async def sync(self) -> None:
-        """Return when reads return all writes that completed before this call."""
+        """Wait until reads return the results of all writes that completed before this call."""
 
     def new_signal(self) -> Signal:
         """Return a signal that is also set at each change of state, until `drop_signal`."""

@@ -1,6 +1,6 @@
 """Reads, writes and follows the nodes of one cluster.
 
-All callers share this handling of missing nodes, undecodable bytes and broken connections.
+This module handles missing nodes, undecodable bytes and broken connections for all its callers.
 """
 
 import re
@@ -97,7 +97,7 @@ class ClusterNodes:
                 except errors.CoordinatorOutcomeUnknown:
                     continue  # If the write never arrived, no signal will follow.
                 except (errors.Unavailable, errors.CoordinatorConflict):
-                    pass  # The end of an outage signals, and so does the change in conflict.
+                    pass  # The end of the outage, or the conflicting change, sets the signal.
                 await signal.wait()
         finally:
             self.znodes.drop_signal(signal)
