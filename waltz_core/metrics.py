@@ -51,7 +51,7 @@ _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.
 _ONE, _REPLICA = ("partition",), ("partition", "replica")
 _CLIENT = ("cluster", "partition")
 _SOURCE = ("cluster", "query", "source", "partition")
-_PRINCIPAL = ("principal",)  # "other" beyond the first 100 with a grant (access/quotas.py)
+_PRINCIPAL = ("principal",)  # the first 100 principals with a grant, then "other"
 # Name after `waltz_`, type, labels, help.
 _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (

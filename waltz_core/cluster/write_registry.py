@@ -26,9 +26,9 @@ Rules (docs/spark.md, "Exactly once"):
     7. The version of the parent node of all writes is a fence. To begin or remove a write, a
        process first reads this version, and then writes the parent node at this version in the same
        atomic write. So a process that was paused cannot begin a write that was removed meanwhile,
-       and cannot remove a write that was started again. Other changes only check the version of the
-       parent node. The version of the changed node is not sufficient: a node that is deleted and
-       created again starts with the same versions.
+       and cannot remove a write that was started again. Other changes of existing nodes only
+       check the version of the parent node. The version of the changed node is not sufficient: a
+       node that is deleted and created again starts with the same versions.
     8. A registry of one principal (`WriteRegistry.for_principal`) rejects the writes of other
        principals. A write belongs to the principal that began it. If the write was begun without a
        principal or by `anonymous`, it belongs to the first other principal that enters it. Then the
@@ -305,7 +305,7 @@ class WriteRegistry:
         return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
     async def _fence_check_operations(self) -> list[Operation]:
-        """Return a check of the fence, for all other changes (rule 7)."""
+        """Return a check of the fence, for other changes of existing nodes (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [CheckVersion(path, node.stat.version)]

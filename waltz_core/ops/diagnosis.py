@@ -51,8 +51,8 @@ NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
 # While an owner sends a replica its missing records from memory, the lag of the replica is below
 # this number of transactions.
 LAG_TRANSACTIONS_MAX: Final = 100_000
-# A storage is slow if its append latency is at least `SLOW_APPEND_RATIO_MIN` times that of the
-# other storages, measured in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
+# A storage is slow if its append latency is at least `SLOW_APPEND_RATIO_MIN` times the median of
+# the other storages, measured in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
 # below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
 SLOW_APPEND_RATIO_MIN: Final = 5
 SLOW_APPEND_MS_MIN: Final = 50

@@ -151,7 +151,9 @@ class FollowedTable(Protocol[ChangesT_contra]):
         """Create the table if `create` has not created it yet; raises Superseded."""
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state of the newest version, to which `apply` adds; None without a table.
+        """Return the state of the newest version; None without a table.
+
+        The next `apply` commits on top of this version.
 
         Args:
             follower: the name of the follower, and its cluster.

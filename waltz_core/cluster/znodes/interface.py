@@ -94,7 +94,7 @@ class SessionState(Enum):
     """The state of the session with ZooKeeper."""
 
     CONNECTED = auto()
-    SUSPENDED = auto()  # no connection; the session, its ephemeral nodes and its watches may exist
+    SUSPENDED = auto()  # no connection; session, ephemeral nodes and watches may still exist
     LOST = auto()  # the session is over, and ZooKeeper deletes its ephemeral nodes
 
 

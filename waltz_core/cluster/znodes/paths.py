@@ -171,9 +171,10 @@ UNKNOWN_ZNODE: Final = Znode("R/...", "any", "unknown", "a later version", _MEMB
 
 
 def znode_at(root: str, path: str) -> Znode:
-    """Return the row of a node of the cluster at `root`; also for the prefix of sequential nodes.
+    """Return the table row of a node of the cluster at `root`.
 
-    Nodes that are not in the table have the rows `ABOVE_ROOT_ZNODE` and `UNKNOWN_ZNODE`.
+    `path` may also be the prefix of sequential nodes. A node outside of the root has the row
+    `ABOVE_ROOT_ZNODE`, and an unknown node below the root has the row `UNKNOWN_ZNODE`.
     """
     if path != root and not path.startswith(f"{root}/"):
         return ABOVE_ROOT_ZNODE
