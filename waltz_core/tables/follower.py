@@ -19,7 +19,7 @@ Rules:
        replaces the rows of the table, such as a `RESTORE`, is an error. A commit of a follower with
        another name is an error, because each of the two followers would overwrite newer rows with
        old changes. Other commits, except maintenance, are logged as warnings.
-    5. Start marks are an error if the table already has marks.
+    5. Start marks are an error if the table already has other marks when the follower starts.
     6. For several tables, each batch is read once, from the lowest marks of all tables. Each table
        has its own marks and its own commit, and receives only the changes after its own marks.
     7. If no end is given, the follower pauses after a batch that reaches the end of the log. So it
@@ -429,8 +429,8 @@ class Follower(Generic[ChangesT]):
         If the log is not available, a follower with an end fails; without an end, it tries again.
 
         Raises:
-            BadConfig: start marks were given, but a table has marks, or the start marks lack a
-                partition. Or no start marks were given, and a table without marks has rows or
+            BadConfig: start marks were given, but a table has other marks, or the start marks lack
+                a partition. Or no start marks were given, and a table without marks has rows or
                 another follower.
             ClusterKeyMismatch: a table follows another cluster.
             BadFormat: table marks are lost, a table was restored, or a payload does not fit.
