@@ -1,12 +1,12 @@
 """The HTTP pages of a daemon: /livez, /readyz, /health and /metrics.
 
 Rules:
-    1. /livez needs nothing but the event loop. /readyz and /health describe this process itself,
-       without a request to another process.
-    2. ZooKeeper does not matter for /livez and /readyz: appends continue without it, and a restart
-       does not bring it back.
+    1. /livez needs only a running event loop. /readyz and /health describe this process, and send
+       no request to another process.
+    2. An outage of ZooKeeper has no effect on /livez and /readyz: appends continue without
+       ZooKeeper, and a restart of the daemon would not end the outage.
     3. The pages accept GET and HEAD only, within the limits of `http_port.py`.
-    4. An exception in a page is logged, and answered with 500; it does not end the daemon.
+    4. If a page raises an exception, the daemon logs it, answers with status 500, and continues.
     5. The HTTP libraries are imported only by a daemon with an `http_port`, because they cost time
        and memory.
 """
@@ -31,7 +31,7 @@ class Health(NamedTuple):
     """Whether a daemon is healthy, the reasons why it is not ready, and details for operators."""
 
     is_healthy: bool
-    unready_reasons: Sequence[str]  # empty: it is ready
+    unready_reasons: Sequence[str]  # empty: the daemon is ready
     details: Mapping[str, object]
 
 
@@ -49,8 +49,8 @@ async def serve_pages(
     """
     from waltz_core.transport.http_port import serve_http  # noqa: PLC0415 - rule 5
 
-    async with serve_http(_pages(metrics, health), host=host, port=port) as found:
-        yield found
+    async with serve_http(_pages(metrics, health), host=host, port=port) as listening_port:
+        yield listening_port
 
 
 def _pages(metrics: Metrics, health: HealthCallback) -> "Starlette":

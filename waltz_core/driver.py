@@ -4,7 +4,8 @@ Rules:
     1. One step at a time. An event that is posted while effects are performed is queued.
     2. All effects of a step are performed, in list order, before the next event is processed.
     3. `wake_at_ms` is read again after every step; there is at most one timer.
-    4. A machine that raises is dead: it gets no more events, and its owner is notified once.
+    4. After a machine has raised an exception, it gets no more events, and its owner is notified
+       once.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class Driver(Generic[EventT, EffectT]):
         return self._is_stopped
 
     def post(self, event: EventT | Wakeup) -> None:
-        """Pass an event to the machine, and perform the effects before returning (but see rule 1).
+        """Pass an event to the machine, and perform its effects (rule 1 describes nested calls).
 
         A stopped driver drops the event. Errors of the machine are not raised: see `on_failure`.
         """
@@ -83,7 +84,7 @@ class Driver(Generic[EventT, EffectT]):
         try:
             while self._inbox and not self._is_stopped:
                 self._step(self._inbox.popleft())
-        except Exception as error:  # noqa: BLE001 - rule 4: after any error the machine is dead
+        except Exception as error:  # noqa: BLE001 - rule 4: any error stops the machine
             self._fail(error)
         finally:
             self._is_stepping = False

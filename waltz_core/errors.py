@@ -1,7 +1,7 @@
 """All errors of the project, grouped by the action that the caller should take.
 
-Errors cross the wire, so each class has a wire code and states whether a retry can help. No other
-module defines exceptions.
+Processes send errors to each other. So each class has a wire code, and states whether a retry can
+succeed. No other module defines exceptions.
 
     WaltzError
       UsageError        the call is wrong; do not retry
@@ -25,8 +25,8 @@ Rules:
     1. A message states what was expected, what was found, and where.
     2. Codes are unique and never reused; 0 means "no error".
     3. `retriable` is a property of the class, not of the situation.
-    4. The docstring of a class states what has happened, and under "Action:" what the caller or an
-       operator does; docs/reference/errors.md shows both.
+    4. The docstring of a class describes the error, and under "Action:" the action of the caller or
+       of an operator. docs/reference/errors.md shows both.
 """
 
 import json
@@ -64,7 +64,7 @@ class BadConfig(UsageError):
 
 
 class ClusterNotFound(BadConfig):
-    """ZooKeeper answers, but has no cluster at the given root.
+    """ZooKeeper answers, but there is no cluster at the given root.
 
     Action: Check the root in the connect string; `waltz-core cluster list` shows the clusters.
     """
@@ -386,7 +386,7 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The request names another generation of the partition than the one that the server owns.
+    """The generation in the request is not the generation that the server owns.
 
     The generation rises whenever the partition moves to another server.
 
@@ -397,11 +397,11 @@ class GenerationMismatch(Superseded):
 
 
 class LockFailed(Superseded):
-    """Another transaction has written a lock of this one after the client's high-water mark.
+    """Another transaction has written one of the append's locks after the client's high-water mark.
 
-    If known, `conflicting` is the ID of the transaction that has written the lock, or a later ID,
-    and `high_water_mark` is a mark that includes this transaction. After an `append` with the
-    argument `pipelined`, `pipelined_state` is the value of this argument for the next `append`.
+    If known, `conflicting` is the ID of the transaction that has written the lock, or a later ID.
+    `high_water_mark` is a mark that includes this transaction. After an `append` with the argument
+    `pipelined`, `pipelined_state` is the value of this argument for the next `append`.
 
     Action: Apply the log up to `high_water_mark`, compute the transaction again, and append the
     new transaction.
@@ -432,7 +432,7 @@ class CoordinatorConflict(Superseded):
 
 
 class Damaged(WaltzError):
-    """Stored bytes are not those that were written.
+    """Stored bytes differ from the bytes that were written.
 
     Action: Stop, and notify an operator.
     """
@@ -563,10 +563,10 @@ class RemoteProtocolError(ProtocolError):
 
 def _with_subclasses(error_class: type[WaltzError]) -> list[type[WaltzError]]:
     """Return an error class and all classes derived from it."""
-    found = [error_class]
+    classes = [error_class]
     for child in error_class.__subclasses__():
-        found.extend(_with_subclasses(child))
-    return found
+        classes.extend(_with_subclasses(child))
+    return classes
 
 
 ERROR_CLASSES_BY_CODE: dict[int, type[WaltzError]] = {
@@ -579,8 +579,8 @@ assert len(ERROR_CLASSES_BY_CODE) == len(_with_subclasses(WaltzError)), (
 
 def first_error_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
     """Return the first error in an exception group, which may contain other groups."""
-    found = group.exceptions[0]
-    return found if isinstance(found, WaltzError) else first_error_in(found)
+    error = group.exceptions[0]
+    return error if isinstance(error, WaltzError) else first_error_in(error)
 
 
 def error_from_code(

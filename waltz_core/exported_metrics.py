@@ -1,6 +1,6 @@
-"""Metrics of applications: values that are read at each scrape, in prometheus_client's registry.
+"""Metrics of applications, in prometheus_client's registry; each scrape reads the values.
 
-Daemons have `Metrics` instead, with a registry and a port of their own (docs/decisions/067).
+Daemons instead use the class `Metrics`, with their own registry and port (docs/decisions/067).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MetricValues:
-    """The values of one scrape; a name or label that is not in `TABLE` raises."""
+    """The values of one scrape; for a name or label that is not in `TABLE`, methods raise."""
 
     def __init__(self) -> None:
         self._families: dict[str, Family] = {}
@@ -31,15 +31,15 @@ class MetricValues:
             kind, about = TABLE[name].kind, (TABLE[name].help, None, TABLE[name].labels)
             assert kind is not MetricKind.HISTOGRAM
             is_counter = kind is MetricKind.COUNTER
-            made = CounterMetricFamily if is_counter else GaugeMetricFamily
-            family = self._families[name] = made(name, *about)
+            family_class = CounterMetricFamily if is_counter else GaugeMetricFamily
+            family = self._families[name] = family_class(name, *about)
         assert not isinstance(family, HistogramMetricFamily)
         family.add_metric(texts, value)
 
     def add_histogram(
         self, name: str, bucket_counts: Sequence[int], seconds: float, **labels: str | int
     ) -> None:
-        """Add a histogram with the counts of `SECONDS_BUCKETS`, and of longer durations."""
+        """Add a histogram: a count for each of `SECONDS_BUCKETS`, and one for longer durations."""
         texts = _texts_of(name, labels)
         family = self._families.get(name)
         if family is None:
@@ -63,11 +63,11 @@ class MetricValues:
 
 def _texts_of(name: str, labels: dict[str, str | int]) -> list[str]:
     assert set(labels) == set(TABLE[name].labels), name
-    return [str(labels[each]) for each in TABLE[name].labels]
+    return [str(labels[label]) for label in TABLE[name].labels]
 
 
 class _ExportedValues(Collector):
-    """Everything that was exported in this process, once each."""
+    """All sources of metrics in this process, each of them once."""
 
     def __init__(self) -> None:
         self._reads: dict[Callable[[MetricValues], None], None] = {}
@@ -95,7 +95,7 @@ def export(read: Callable[[MetricValues], None], port: int | None, host: str) ->
     """Let each scrape of prometheus_client's registry read values; with a port, serve it.
 
     Raises:
-        BadConfig: it is not possible to listen at the address.
+        BadConfig: this process cannot listen at the address.
     """
     _EXPORTED.add(read)
     if port is not None:

@@ -1,14 +1,15 @@
-"""The two formats of log lines, text and JSON, and the log line of a machine's report.
+"""The two formats of log lines, text and JSON, and the log line for the report of a machine.
 
 Each log call of the project has a template of the form `area.event field=%s field=%s`. The JSON
-format takes the name of the event and the fields from this template, so that both formats have the
-same content and a log call has only one form.
+format takes the name of the event and the names of the fields from this template. So one log call
+is sufficient for both formats.
 
 Rules:
-    1. A JSON line is one object. Its keys `time`, `level`, `logger`, and `event` or `message` come
-       first. No event has a field with one of these names, or the name `exception`.
-    2. A template that has another form, as those of libraries have, becomes a `message`.
-    3. A value that JSON does not have is written as text.
+    1. A JSON line is one object. It begins with the keys `time`, `level`, `logger`, and `event` or
+       `message`. No event has a field with one of these names, or with the name `exception`.
+    2. A log line whose template has another form, for example from a library, has a `message`
+       instead of an `event`.
+    3. A value for which JSON has no type is written as text.
 """
 
 import json
@@ -41,7 +42,7 @@ def set_log_format(name: str) -> None:
 
 
 def log_report(log: logging.Logger, level: int, report: Report, **owner: object) -> None:
-    """Log a machine's report; `owner` has the fields that identify the machine."""
+    """Log a machine's report; the fields of `owner` identify the machine."""
     if log.isEnabledFor(level):
         fields = {**owner, **dict(report.fields)}
         template = report.name + "".join(f" {name}=%s" for name in fields)
@@ -75,22 +76,22 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, object] | None:
     event = EVENT_NAME.match(template)
     if event is None:
         return None
-    named = record.args if isinstance(record.args, Mapping) else {}
+    values_by_name = record.args if isinstance(record.args, Mapping) else {}
     values = list(record.args) if isinstance(record.args, tuple) else []
     fields: dict[str, object] = {"event": event[0]}
-    at = event.end()
-    while field := FIELD.match(template, at):
+    position = event.end()
+    while field := FIELD.match(template, position):
         conversion = field["conversion"]
         if conversion is None:
             fields[field["name"]] = field["text"] if field["word"] is None else field["word"]
-        elif field["key"] in named:
-            fields[field["name"]] = _json_value(conversion, named[field["key"]])
+        elif field["key"] in values_by_name:
+            fields[field["name"]] = _json_value(conversion, values_by_name[field["key"]])
         elif values:
             fields[field["name"]] = _json_value(conversion, values.pop(0))
         else:
             return None
-        at = field.end()
-    return None if values or at != len(template) else fields
+        position = field.end()
+    return None if values or position != len(template) else fields
 
 
 def _json_value(conversion: str, value: object) -> object:

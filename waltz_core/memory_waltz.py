@@ -9,12 +9,12 @@ machines, and the clients use real connections to this process. There are no rep
 ZooKeeper (decision 009).
 
 Rules:
-    1. A knob changes what happens to messages, never the decision of a machine: everything that a
-       test sees may also happen in a cluster.
+    1. A fault changes or delays messages, but never the decisions of a machine. So everything that
+       a test observes may also happen in a cluster.
     2. All random choices come from the seed, in the order in which messages arrive.
-    3. Knobs may be set from any thread; they apply to messages that arrive afterwards.
-    4. A suspended feed holds committed transactions back; a running callback finishes, for a batch
-       as well as for a transaction.
+    3. Faults may be set from any thread; they apply to messages that arrive afterwards.
+    4. A suspended feed holds back committed transactions. A callback that is already running is not
+       interrupted, even if it applies a batch.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ from waltz_core.transport import net
 IN_MEMORY_CONFIG: Final = ClientConfig(
     request_timeout_ms=5_000, retry_interval_ms_min=1, retry_interval_ms_max=50
 )
-# A client whose append has no outcome is disconnected for longer than its own timeout. So the
-# client cannot connect again, even on a busy machine, before it has noticed the timeout.
+# A client whose append has no outcome stays disconnected for its request timeout multiplied by this
+# factor. So even on a busy machine, the append times out before the client connects again.
 OUTCOME_TIMEOUT_FACTOR: Final = 1.25
 KEY: Final = b"Waltz in memory."
 assert len(KEY) == 16
@@ -142,7 +142,7 @@ class MemoryWaltz:
         self, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> Opening[AsyncWaltzClient]:
         """Open a client for asyncio; await it, or use it with `async with`."""
-        # The client sends one request for each append, so that knobs can count appends.
+        # The client sends one request for each append, so that faults can count appends.
         settings = replace(config or IN_MEMORY_CONFIG, batch_rows_max=1)
         return Opening(_MemoryClient(self._server, self._gate, settings, client_id))
 
@@ -197,10 +197,10 @@ class MemoryWaltz:
         return self._faults.count
 
     def reject_next(self, count: int = 1) -> None:
-        """Reject the next `count` appends that check a lock, as if another client had been faster.
+        """Reject the next `count` appends with locks, as if another client had written these locks.
 
-        No other client has written the lock: a false rejection by a lock table has the same effect.
-        0 ends the rejections. Rows of `append_batch` are not counted.
+        These are false rejections, as with a lock table whose entry is shared. 0 ends the
+        rejections. Rows of `append_batch` are not rejected.
         """
         self._faults.rejections = count
 
@@ -209,12 +209,13 @@ class MemoryWaltz:
     ) -> None:
         """Fail the next `count` appends of any client with an error; 0 ends the failures.
 
-        With `OutcomeUnknown`, either the append or its answer is lost (`enters_log` chooses; random
-        by default), and its client cannot find out which before its `request_timeout_ms` has
-        passed. With any other error, the append is not in the log. Clients send an append again
-        after `Overloaded`, `NoSpace` and `SessionLost`: the application sees these errors only if
-        they last for `request_timeout_ms`. Raises BadRequest for an error with which no append
-        fails.
+        With `OutcomeUnknown`, either the append or its answer is lost. `enters_log` selects which
+        one; the default is random. The client cannot learn the outcome before its
+        `request_timeout_ms` has passed. With any other error, the append is not in the log.
+
+        After `Overloaded`, `NoSpace` and `SessionLost`, clients send the append again, so the
+        application sees these errors only if they last for `request_timeout_ms`. Raises BadRequest
+        for an error that no append can have.
         """
         is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
         if not is_outcome and outcome_code_of(error) is None:
@@ -229,7 +230,7 @@ class MemoryWaltz:
         self._gate.close()
 
     def resume_feed(self) -> None:
-        """Pass on the transactions that were held back, and later ones."""
+        """Pass on the transactions that were held back, and all later transactions."""
         self._gate.open()
 
 
@@ -304,7 +305,7 @@ class _MemoryDirectory:
 
 
 class _Gate:
-    """A gate at which suspended feeds wait, on any event loop."""
+    """A gate at which suspended feeds wait; the feeds may run on several event loops."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -312,7 +313,7 @@ class _Gate:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def wait_open(self, is_running: Callable[[], bool]) -> bool:
-        """Wait until the gate is open; return False if the waiting feed ends before."""
+        """Wait until the gate is open; return False if the waiting feed ends earlier."""
         while is_running():
             with self._lock:
                 if self._is_open:
@@ -320,7 +321,7 @@ class _Gate:
                 event = asyncio.Event()
                 self._waiting.append((asyncio.get_running_loop(), event))
             with contextlib.suppress(TimeoutError):
-                # The end of a feed does not wake up this wait, hence the timeout.
+                # The timeout is needed because the end of a feed does not wake up this wait.
                 async with asyncio.timeout(POLL_INTERVAL_S):
                     await event.wait()
         return False

@@ -1,17 +1,17 @@
 """The table of all metrics, and the metrics of a process in Prometheus's text format.
 
-Dashboards depend on the names of metrics, so all names are in one table.
+Dashboards and alerts depend on the names of metrics, so one table contains all names.
 
 Rules:
     1. A name is `waltz_<area>_<what>_<unit>`; a counter ends with `_total`, times are in seconds.
-    2. A name or label that is not in `TABLE` raises: it is a bug.
-    3. A machine's `Report` is counted under its own name, as the label `event`; its log line has
-       the same name.
-    4. Each process, and in tests each daemon, has one `Metrics`, used on one thread. Counters are
-       plain sums until a page is requested: prometheus_client takes a lock for each count, which is
-       too slow for five counts in every append.
-    5. Labels come from closed sets (partitions, replicas, reasons, principals with a grant), never
-       from clients' input.
+    2. A name or label that is not in `TABLE` is a bug, and raises an exception.
+    3. The `Report`s of machines are counted in one metric, with the name of the report as the label
+       `event`. The log line of a report has the same name.
+    4. Each process, and in tests each daemon, has one object `Metrics`, which only one thread uses.
+       Between two requests of the page, counters are plain sums: each append increases five
+       counters, and prometheus_client would lock a mutex each time.
+    5. The values of labels come from limited sets (partitions, replicas, reasons, principals with a
+       grant), never from the input of clients.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.
 _ONE, _REPLICA = ("partition",), ("partition", "replica")
 _CLIENT = ("cluster", "partition")
 _SOURCE = ("cluster", "query", "source", "partition")
-_PRINCIPAL = ("principal",)  # "other" for all but the first ones with a grant
+_PRINCIPAL = ("principal",)  # "other" for principals without a grant, or beyond the limit
 # Name after `waltz_`, type, labels, help.
 _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
@@ -623,10 +623,10 @@ class Metrics:
         self._live: dict[str, Any] = {}
         # The growth of counters since the last page (rule 4).
         self._counted: dict[tuple[object, ...], float] = {}
-        # Metrics by name and labels, as they were passed: prometheus_client's lookup costs more
-        # than counting.
+        # The metrics by name and labels, because a lookup in prometheus_client takes longer than
+        # the count itself.
         self._labeled: dict[tuple[object, ...], Any] = {}
-        # The keys of `_labeled` by each label and its text, to find the metrics of one partition.
+        # The keys of `_labeled` by label and value, for example to find all metrics of a partition.
         self._of_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
         prefix = f"waltz_{area}_"
         for metric in TABLE.values():
@@ -644,7 +644,7 @@ class Metrics:
             self._counted[key] += amount
         except KeyError:
             assert TABLE[name].kind is MetricKind.COUNTER
-            self._at(name, labels)  # The counter is shown from now on, also as 0.
+            self._at(name, labels)  # From now on, the page contains the counter, even with value 0.
             self._counted[key] = amount
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
@@ -667,20 +667,21 @@ class Metrics:
         self.add(f"waltz_{self._area}_events_total", event=report.name)
 
     def forget(self, **labels: str | int) -> None:
-        """Drop all metrics with these labels, for example of a partition that has moved away."""
-        wanted = {(label, str(value)) for label, value in labels.items()}
-        assert wanted, "expected at least one label"
-        for key in list(self._of_label.get(min(wanted), ())):
-            name, *given = key
-            texts = {label: str(value) for label, value in cast("list[tuple[str, object]]", given)}
-            if not wanted <= texts.items():
+        """Remove all metrics with these labels, for example those of a partition that has moved."""
+        wanted_labels = {(label, str(value)) for label, value in labels.items()}
+        assert wanted_labels, "expected at least one label"
+        for key in list(self._of_label.get(min(wanted_labels), ())):
+            name, *label_values = key
+            texts = {
+                label: str(value) for label, value in cast("list[tuple[str, object]]", label_values)
+            }
+            if not wanted_labels <= texts.items():
                 continue
             self._labeled.pop(key, None)
             self._counted.pop(key, None)
             for pair in texts.items():
                 self._of_label[pair].pop(key)
-            # The metric is absent if it was dropped already, under the same labels in another
-            # order.
+            # The metric may have been removed already, under the same labels in another order.
             with contextlib.suppress(KeyError):
                 self._live[str(name)].remove(*(texts[label] for label in TABLE[str(name)].labels))
 
@@ -708,12 +709,12 @@ class Metrics:
         if not labels and not TABLE[name].labels:
             return self._live[name]
         key = (name, *labels.items())
-        found = self._labeled.get(key)
-        if found is None:
-            found = self._labeled[key] = self._live[name].labels(**labels)
+        metric = self._labeled.get(key)
+        if metric is None:
+            metric = self._labeled[key] = self._live[name].labels(**labels)
             for label, value in labels.items():
                 self._of_label.setdefault((label, str(value)), {})[key] = None
-        return found
+        return metric
 
 
 def _collector_of(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

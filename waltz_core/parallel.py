@@ -12,9 +12,9 @@ async def run_parallel(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Re
 
     Raises the first error itself, not an exception group, and cancels the other coroutines.
 
-    The TaskGroup has a task of its own: in Python 3.11.2 and earlier, a TaskGroup that fails leaves
-    a cancel request in its task. Every later `asyncio.timeout` in this task would then raise
-    CancelledError instead of TimeoutError.
+    The TaskGroup runs in a separate task because of a bug in Python 3.11.2 and earlier: a TaskGroup
+    that fails leaves a cancel request in its task. Every later `asyncio.timeout` in the caller's
+    task would then raise CancelledError instead of TimeoutError.
     """
     try:
         return await asyncio.get_running_loop().create_task(_run_group(calls))
@@ -24,5 +24,5 @@ async def run_parallel(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Re
 
 async def _run_group(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in calls]
+        tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

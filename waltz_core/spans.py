@@ -4,8 +4,9 @@ Rules:
     1. Without the setting `traces`, OpenTelemetry is not imported, and an append costs only a
        comparison with None.
     2. Spans go to the tracer provider of the process. Waltz sets up no provider and no exporter.
-    3. A span never changes the outcome of the operation that it describes. If a sampler or a
-       processor of the application raises, the span is lost; the first such error is logged.
+    3. A span never changes the outcome of the operation that it describes. If a sampler or a span
+       processor of the application raises an exception, the span is lost. Only the first such
+       exception is logged.
 """
 
 import logging
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Attributes = Mapping[str, str | int]
-# The names of attributes are those of OpenTelemetry's conventions for messaging, where they exist.
+# Where possible, attributes have the names of OpenTelemetry's conventions for messaging.
 SYSTEM = {"messaging.system": "waltz"}
 PARTITION = "messaging.destination.partition.id"
 ROW_COUNT = "messaging.batch.message_count"
@@ -36,7 +37,7 @@ FLUSH_S: Final = 1.0
 
 
 class TracedOutcome(NamedTuple):
-    """The outcome of an append: its first committed transaction, and how many rows are rejected."""
+    """The outcome of an append: its first committed transaction, and the rejected row count."""
 
     first_committed: int | None
     rejected_count: int
@@ -68,7 +69,7 @@ class WaltzTracer:
         row_count: int,
         outcome_of: Callable[[Any], TracedOutcome],
     ) -> None:
-        """Record a span from now until an append has its outcome, as a child of the caller's.
+        """Record a span from now until an append has its outcome; its parent is the caller's span.
 
         `outcome_of` summarizes the result of the future.
         """
@@ -101,7 +102,7 @@ class WaltzTracer:
     def apply_span(
         self, partition_id: int, first: int, row_count: int
     ) -> Iterator[Callable[[Exception], None]]:
-        """Record a span of the enclosed callbacks, whose spans are its children.
+        """Record a span of the callbacks in this block; their spans are its children.
 
         Call the yielded function with the error of a callback.
         """
@@ -121,28 +122,29 @@ class WaltzTracer:
     def task_span(self, name: str, attributes: Attributes) -> Iterator[dict[str, int]]:
         """Record a span of a Spark task; set further attributes in the yielded dictionary.
 
-        When the method returns, the exporter has the span, if it answers within `FLUSH_S`.
+        At the end, the method waits up to `FLUSH_S` until the exporter has accepted the span.
         """
         span: Span | None = None
-        more: dict[str, int] = {}
+        more_attributes: dict[str, int] = {}
         with self._ignore_errors():
             span = self._start(name, None, attributes, self._trace.SpanKind.INTERNAL)
         try:
-            yield more
+            yield more_attributes
         except Exception as error:
             self._mark_failed(span, error)
             raise
         finally:
             with self._ignore_errors():
                 if span is not None:
-                    span.set_attributes(more)
+                    span.set_attributes(more_attributes)
                     span.end()
                     self._flush()
 
     def _flush(self) -> None:
         """Export all spans now, because Spark kills its workers without notice.
 
-        The time limit of `force_flush` does not end an export that has begun, so it has a thread.
+        The export runs in a thread, because the time limit of `force_flush` does not interrupt an
+        export that has begun.
         """
         flush = getattr(self._trace.get_tracer_provider(), "force_flush", None)
         if flush is not None:
@@ -159,10 +161,12 @@ class WaltzTracer:
     def _start(
         self, name: str, partition_id: int | None, attributes: Attributes, kind: "SpanKind"
     ) -> "Span":
-        place: Attributes = {} if partition_id is None else {PARTITION: str(partition_id)}
+        partition_attributes: Attributes = (
+            {} if partition_id is None else {PARTITION: str(partition_id)}
+        )
         title = name if partition_id is None else f"{name} {partition_id}"
         return self._tracer.start_span(
-            title, kind=kind, attributes={**SYSTEM, **place, **attributes}
+            title, kind=kind, attributes={**SYSTEM, **partition_attributes, **attributes}
         )
 
     def _mark_failed(self, span: "Span | None", error: BaseException) -> None:
@@ -176,7 +180,7 @@ class WaltzTracer:
 
     @contextmanager
     def _ignore_errors(self) -> Iterator[None]:
-        """Log the first error of the application's sampler or processor; ignore the others."""
+        """Log the first error of the application's sampler or span processor; ignore later ones."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - rule 3

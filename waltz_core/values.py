@@ -1,13 +1,14 @@
 """`value`: an immutable dataclass that is created as fast as a mutable one.
 
-Messages, events and effects are such objects; a single append creates about fifty of them.
-`dataclass(frozen=True)` calls `object.__setattr__` for each field, which makes creation three times
-as slow.
+Messages, events and effects use this decorator, because a single append creates about fifty of
+them. `dataclass(frozen=True)` calls `object.__setattr__` for each field, so its objects are created
+three times as slowly.
 
 Rules:
-    1. mypy sees a frozen dataclass, and rejects code that changes one. At run time it is a mutable
-       dataclass with the same fields, equality and hash.
-    2. Objects that are rarely created use `dataclass(frozen=True)`, which also checks at run time.
+    1. For mypy, the class is a frozen dataclass, so mypy rejects code that changes an object. At
+       run time, the class is a mutable dataclass with the same fields, equality and hash.
+    2. Classes with few objects use `dataclass(frozen=True)`, which also prevents changes at run
+       time.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,11 @@
 """Client IDs that servers issue, each with a proof (an HMAC) of its principal (AC 9).
 
-A server stores nothing for an ID that it issues: the proof is valid at every server, and in every
-generation. IDs below `FIRST_ISSUED_ID` are those that clients took from ZooKeeper themselves.
+A server stores nothing for an ID that it issues: every server can verify the proof. IDs below
+`FIRST_ISSUED_ID` are IDs that clients have allocated in ZooKeeper themselves.
 
-When a rebuild or a restore of the cluster resets the counter of issued IDs, the permissions receive
-a new signing key. The proof of an ID that was issued before does not match the same ID when it is
-issued again.
+A rebuild or a restore of the cluster may reset the counter of issued IDs, so that IDs are issued a
+second time. Therefore the permissions then get a new signing key, and the proofs of the earlier IDs
+become invalid.
 """
 
 import hmac

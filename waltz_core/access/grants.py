@@ -1,8 +1,9 @@
 """Decides which requirements a principal meets under one revision of the permissions.
 
 Rules (decision 048, AC 7):
-    1. A partition outside of the grants is denied, whether or not the cluster has it.
-    2. A request for no partition must have its verbs for at least one.
+    1. A partition outside of the grants is denied, whether or not it exists in the cluster.
+    2. For a request that names no partition, the principal must have the required verbs for at
+       least one partition.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -54,8 +55,8 @@ class PrincipalGrants:
     ) -> Collection[int]:
         """Return the partitions of a request that the caller must pass to `missing_verb`.
 
-        A request can name four million partitions, most of them more than once. To check each
-        mention would take seconds.
+        A request can contain four million partition numbers, most of them repeated. A check of each
+        number would take seconds, so repeated numbers are removed.
         """
         if all(self.ranges_by_verb.get(verb, _NO_PARTITIONS) is None for verb in requirement.verbs):
             return partitions[:1]

@@ -1,14 +1,17 @@
 """Changes of the permissions, as pure functions: each returns the permissions after the change.
 
-`Coordinator.change_permissions` writes the result with the next revision.
+`StoredPermissions.change` writes the result to ZooKeeper, with the next revision.
 
 Rules:
-    1. Input is checked here, before `access_node` encodes it: BadConfig for a value that no node
-       may have, BadRequest for a change that does not fit the permissions.
-    2. A grantee has at most one grant of a verb after a change of it: partitions are merged.
-    3. A partition for which a principal has `replicate` keeps one, unless the caller forces the
-       change: without one, its server cannot open a session (`check_replicate_remains`).
-    4. A change that has no effect returns equal permissions, so no revision is written.
+    1. Input is checked here, before `access_node` encodes it. A value that no permissions may
+       contain raises BadConfig. A change that does not fit the existing permissions raises
+       BadRequest.
+    2. A grantee has at most one grant for each verb that was changed; the grant contains all its
+       partitions.
+    3. Without a grant of `replicate` for a partition, no server can open a session of the
+       partition. So a change must not remove the last such grant, unless the caller forces it
+       (`check_replicate_remains`).
+    4. A change without an effect returns equal permissions, so no new revision is written.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,7 +67,8 @@ def with_revision(
 
     "?" replaces each character of `changed_by` that the access node in ZooKeeper may not contain.
 
-    Raises BadRequest if `revision` exceeds `REVISION_MAX`, as after an import of that revision.
+    Raises BadRequest if `revision` exceeds `REVISION_MAX`, for example after an import of
+    permissions with this revision.
     """
     author = "".join(character if character.isprintable() else "?" for character in changed_by)
     if revision > REVISION_MAX:

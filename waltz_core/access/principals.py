@@ -1,13 +1,13 @@
-"""Principals: the names of peers, and the mapping from a client certificate to one (AC 2).
+"""Principals: the names of peers, and the principal of a certificate (decision 048, AC 2).
 
 The certificate is the dictionary that `SSLSocket.getpeercert` returns after verification.
 
 Rules:
     1. The pattern must match a whole name of the certificate: `CN=..`, `SUBJECT=..`, `URI=..` or
        `DNS=..`. Its first group is the principal.
-    2. If the names do not have exactly one distinct result, there is no principal, so that nothing
-       depends on the order of names. The same holds if the result does not have the form of a
-       principal, or is a reserved name.
+    2. A certificate can contain several names, and the result must not depend on their order. So if
+       the names yield no principal, or different principals, the certificate has no principal. The
+       same holds if the result does not have the form of a principal, or is a reserved name.
 """
 
 import re
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from waltz_core.errors import BadConfig
 
-# The principal of a connection without a token and without a certificate that has a principal.
+# The principal of a connection that has neither a token nor a certificate with a principal.
 ANONYMOUS: Final = "anonymous"
 RESERVED_NAMES: Final = (ANONYMOUS, "other")
 PRINCIPAL_NAME_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : / @ + -"

@@ -1,19 +1,21 @@
 """Quotas: the rates and counts that limit each principal at one daemon (decision 048, AC 10).
 
-`transport/admission/throttle.py` charges the requests of principals that have limits. Other
-principals have no `Quota`, and cost no time. Callers pass the time, in nanoseconds of a monotonic
-clock.
+`transport/admission/throttle.py` charges the requests of principals that have limits. Principals
+without limits have no `Quota`. Callers pass the time, in nanoseconds of a monotonic clock.
 
 Rules:
     1. All connections of a principal share its quota. A principal with `replicate` has no quota.
-    2. A request may begin when all earlier requests are paid for. It is charged as a whole when it
-       begins. So a request that exceeds the rate of a second can begin, and later requests wait for
-       it.
-    3. A bucket that was idle has the amount of `BURST_NS`.
-    4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and not charged. Rejections
-       have a bucket of their own: a client that pipelines drains fast, a flood costs little time.
-    5. If a principal does not have a limit of its own, the limit of "*" applies. A revision that
-       changes a limit of a principal replaces the bucket; other buckets keep their amounts.
+    2. A quota is a token bucket. A request may begin when all earlier requests are paid for, and is
+       charged as a whole when it begins. So even a request that exceeds the limit for a second can
+       begin, and later requests wait until it is paid for.
+    3. After an idle time, a bucket permits a burst: the amount that the limit permits in
+       `BURST_NS`.
+    4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and is not charged.
+       Rejections are charged to a separate bucket. So a few rejected requests of a client are
+       answered fast, but a flood of them is slowed down.
+    5. If a principal does not have a limit of its own, the limit of "*" applies. If a new revision
+       of the permissions changes a limit, the bucket of this limit is replaced; other buckets keep
+       their amounts.
     6. Metrics have a label for each of the first `METRIC_LABELS_MAX` principals with a grant, in
        the order of the permissions. All others share a label.
 """
@@ -41,7 +43,8 @@ OTHER_LABEL: Final = "other"
 # Above this number, quotas without connections are dropped, except those still in use.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
-# A rejected request counts as one more rejection for each of these bytes: it was received.
+# A rejected request counts as one more rejection for each multiple of this size, because its bytes
+# were received.
 BYTES_PER_REJECTION: Final = 32 * 1024
 # The retry delay that a rejected connection or feed receives.
 REJECTED_CONNECTION_RETRY_MS: Final = 1_000
@@ -54,7 +57,7 @@ CountedFeedKey: TypeAlias = tuple[int, int]
 
 
 class TokenBucket:
-    """A token bucket, stored as the time at which everything that was charged is paid for."""
+    """A token bucket, stored as the time at which all charges are paid for."""
 
     __slots__ = ("_burst_ns", "_paid_at_ns", "per_s")
 
@@ -98,8 +101,8 @@ class Usage:
 class IssuedIdLimit:
     """Limits the rate of client IDs that each principal receives from one server.
 
-    It also applies to principals without limits. All principals share 2**30 IDs, so no principal
-    may use them up. At `IDS_PER_S`, this would take months.
+    The limit also applies to principals without other limits, because all principals share 2**30
+    IDs. At `IDS_PER_S`, one principal would need months to use up all IDs.
     """
 
     def __init__(self) -> None:
@@ -174,7 +177,8 @@ class Quota:
         """Charge a request and return its delay in nanoseconds, or return the rejection (rule 4).
 
         `waited_ns` is the time that the request has already waited. `has_rejected_append` states
-        that it follows a rejected append, so that its partition would reject it.
+        that an earlier append of the same partition was rejected; then this append must be
+        rejected, too.
         """
         size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
         byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)

@@ -32,8 +32,8 @@ class Scope(Enum):
 class Requirement:
     """A permission: one of the verbs, or all of them if `needs_all`, within a scope.
 
-    Equal requirements are the same object, which `require_all` and `require_one` cache, so that the
-    look-up for each request is fast.
+    `require_all` and `require_one` return the same object for equal requirements, so that the
+    lookup for each request is fast.
     """
 
     verbs: tuple[AccessVerb, ...]
@@ -53,7 +53,7 @@ class Exemption(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequirementByField:
-    """A requirement that depends on the value of a field; it covers every value of that field."""
+    """A requirement that depends on a field of the message; it has an entry for each value."""
 
     field: str
     requirements: Mapping[object, Requirement]
@@ -65,7 +65,8 @@ READ: Final = AccessVerb.READ
 APPEND: Final = AccessVerb.APPEND
 ADMINISTER: Final = AccessVerb.ADMINISTER
 REPLICATE: Final = AccessVerb.REPLICATE
-# NB: the functions, too, return the union: otherwise mypy infers a narrower type for each class.
+# NB: the functions also return the union type. Otherwise mypy infers a narrower type for each
+# class.
 ANSWER: Final[RequirementDeclaration] = Exemption.ANSWER
 CREDENTIAL: Final[RequirementDeclaration] = Exemption.CREDENTIAL
 
@@ -87,7 +88,7 @@ def require_by_field(
 ) -> RequirementDeclaration:
     """Return a requirement that depends on a field.
 
-    `declarations` has one for each of its values.
+    `declarations` contains one requirement for each value of the field.
     """
     requirements = {
         value: declaration

@@ -1,9 +1,10 @@
 """Tokens: random secrets that identify a principal (decision 048, AC 3).
 
 Rules:
-    1. The bytes of a token are in no `repr`, no error and no log line. An object that contains them
-       cannot be pickled.
-    2. ZooKeeper stores only the SHA-256 hash. Random bytes need no slow hash.
+    1. The bytes of a token never appear in a `repr`, an error or a log line. An object that
+       contains them cannot be pickled.
+    2. ZooKeeper stores only the SHA-256 hash. A slow hash, as for passwords, is not necessary,
+       because a token consists of random bytes.
 """
 
 import hashlib

@@ -3,8 +3,8 @@
 Rules:
     1. The audit entry is written before the change begins. The outcome is added to the entry when
        the change has ended.
-    2. At the timeout, the error states what the change was waiting for. Completed steps are kept,
-       and the same change continues after them.
+    2. At the timeout, the error states why the change was waiting. Completed steps are kept: if the
+       user starts the same change again, it continues after them.
 """
 
 import asyncio
@@ -58,9 +58,8 @@ async def record_change(
 ) -> AsyncIterator[None]:
     """Write an audit entry for the block (rule 1); raises BadConfig without permission.
 
-    With `may_create_cluster`, the block creates or deletes the cluster's znodes, so they may exist
-    only before the block or only after it. In this case, the entry is written at the end if a
-    cluster exists.
+    With `may_create_cluster`, the block may create or delete the cluster's znodes. So the entry is
+    written only at the end of the block, if a cluster exists then.
     """
     await coordinator.check_administrator()
     audit, outcome = coordinator.audit, OUTCOME_INTERRUPTED

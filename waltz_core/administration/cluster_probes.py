@@ -4,9 +4,9 @@
 
 Rules:
     1. Each query has a timeout, and independent queries run concurrently.
-    2. For a process that does not answer, the probe waits one timeout, or two, and sends no
-       further queries.
-    3. Queries change nothing. They do not raise errors: an error is part of the facts.
+    2. If a process does not answer, the probe waits for one or two timeouts, and then sends no
+       further queries to this process.
+    3. Queries change nothing. They raise no errors: an error becomes part of the facts.
     4. Connections use the settings of `member_connections.py`.
 """
 
@@ -96,15 +96,15 @@ from waltz_core.wire.messages import (
 )
 
 CONCURRENT_PROBES_MAX: Final = 32
-# The logs of a storage are read in this number of concurrent lists. A read that hangs delays only
-# the other reads of its list.
+# The logs of a storage are divided into this number of lists, which are read concurrently. If the
+# read of one log hangs, only the following logs of the same list are delayed.
 CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock takes longer, the result is not accurate to one second.
 CLOCK_READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
-# A process that answers with one of these errors works: the doctor needs another token.
+# A process that answers with one of these errors works, but the doctor needs another token.
 DENIAL_ERRORS: Final = (AuthenticationFailed, PermissionDenied)
-# The text with which a storage reports a log that is not open yet, without an error
+# The text that a storage reports for a log that it has not opened yet, and that has no error
 # (storage/service/admin_execution.py).
 OPENING_REASON: Final = "the storage has not opened its log"
 NOT_SERVING_TEXT, NOT_ALLOWED_TEXT = b"not currently serving", b"is not executed because"
@@ -263,7 +263,7 @@ async def query_cluster(
 
 
 class _ProbeCounter:
-    """Counts the processes that have answered, and reports those that have not."""
+    """Counts the processes that have answered, and reports the other processes."""
 
     def __init__(self, on_progress: ProbeProgress) -> None:
         self._on_progress = on_progress
@@ -325,7 +325,7 @@ class ClusterSnapshot:
     ) -> ClusterFacts:
         """Query the servers and storages of the cluster concurrently.
 
-        Without `reads_logs`, storages read no records, and logs that do not answer are not found.
+        Without `reads_logs`, storages read no records, so logs whose reads hang are not detected.
         """
         servers = self.servers.servers
         counter = _ProbeCounter(on_progress)
@@ -440,12 +440,16 @@ class _ServerProbe:
             partition_id=0,
             timeout_s=self._timeout_s,
         )
-        served = {PartitionId(each): is_open for each, is_open in health.healthy}
+        served = {PartitionId(partition_id): is_open for partition_id, is_open in health.healthy}
         async with asyncio.TaskGroup() as tasks:
             unreachable_task = tasks.create_task(self._query_unreachable_storages(link))
-            open_partitions = [each for each in self._owned_partitions if served.get(each)]
+            open_partitions = [
+                partition_id for partition_id in self._owned_partitions if served.get(partition_id)
+            ]
             marks = tasks.create_task(
-                _query_concurrently(open_partitions, lambda each: self._query_partition(link, each))
+                _query_concurrently(
+                    open_partitions, lambda partition_id: self._query_partition(link, partition_id)
+                )
             )
         facts = replace(
             facts,
@@ -466,8 +470,8 @@ class _ServerProbe:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            # A storage that does not answer takes longer than the timeout, and has its own finding.
-            # A 0.13 server may not support the request.
+            # There are two harmless reasons: the server waits for a storage that does not answer,
+            # which has its own finding; or a 0.13 server does not support the request.
             return ()
         return tuple(ReplicaId(name) for name, is_reachable in answer.reachable if not is_reachable)
 
@@ -486,7 +490,7 @@ class _ServerProbe:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            return {}  # an older server closes the connection, so this is the last request
+            return {}  # an older server closes the connection; so this request must be the last one
         figures = zip(response.second_counts, response.medians_us, strict=True)
         return dict(zip(map(ReplicaId, response.storages), figures, strict=True))
 
@@ -577,9 +581,9 @@ def archive_facts(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | Non
     gauge = gauges.get("waltz-storage.archive")
     if gauge is None:
         return None
-    field_names = {each.name for each in fields(ArchiveFacts)}
+    field_names = {fact.name for fact in fields(ArchiveFacts)}
     return ArchiveFacts(
-        **{name: each for name, each in gauge["value"].items() if name in field_names}
+        **{name: fact for name, fact in gauge["value"].items() if name in field_names}
     )
 
 
@@ -599,10 +603,10 @@ class _StorageProbe:
         self._reads_logs = reads_logs
         self._host, port = split_address(address)
         members = () if local is None else local.members
-        local_ports = [each.admin_port for each in members if each.address == address]
+        local_ports = [member.admin_port for member in members if member.address == address]
         registered_port = snapshot.layout.admin_ports.get(address, port + 1)
-        # Possible admin ports: the registered one, those of local processes, the one after the data
-        # port.
+        # Possible admin ports: the registered port, the ports of local processes, and the data port
+        # plus 1.
         self._admin_ports = list(
             dict.fromkeys([registered_port, *filter(None, local_ports), port + 1])
         )
@@ -649,12 +653,14 @@ class _StorageProbe:
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             availability = dict((await admin.request(HeldResponse, HeldRequest)).available)
         assigned = self._snapshot.layout.assignment.partitions[self._address]
-        every = sorted({*availability, *assigned})
+        all_partitions = sorted({*availability, *assigned})
         async with asyncio.timeout(self._timeout_s):
             response = await admin.request(StorageResponse, StorageRequest)
         facts = await self._add_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(response.storage_id).hex())
-        replicas = {PartitionId(each): await self._query_replica(admin, each) for each in every}
+        replicas = {
+            PartitionId(each): await self._query_replica(admin, each) for each in all_partitions
+        }
         stuck_partitions = await self._stuck_partitions(replicas) if self._reads_logs else set()
         return replace(
             facts,
@@ -669,15 +675,18 @@ class _StorageProbe:
     ) -> set[PartitionId]:
         """Return the served partitions whose logs do not answer a read (rule 2)."""
         served = [
-            each for each, replica in replicas.items() if replica.is_served and replica.last_id >= 0
+            partition_id
+            for partition_id, replica in replicas.items()
+            if replica.is_served and replica.last_id >= 0
         ]
         lists = [
-            served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
+            served[first_index::CONCURRENT_LISTS_MAX]
+            for first_index in range(min(CONCURRENT_LISTS_MAX, len(served)))
         ]
         first_stuck = await _query_concurrently(
-            lists, lambda each: self._first_stuck_partition(each, replicas)
+            lists, lambda partition_id: self._first_stuck_partition(partition_id, replicas)
         )
-        return {each for each in first_stuck if each is not None}
+        return {partition_id for partition_id in first_stuck if partition_id is not None}
 
     async def _first_stuck_partition(
         self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]
@@ -701,7 +710,7 @@ class _StorageProbe:
         return None
 
     async def _add_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
-        """Add disk, clock and archive from the gauges; older storages do not report all of them."""
+        """Add facts about disk, clock and archive from the gauges; older storages lack some."""
         async with asyncio.timeout(self._timeout_s):
             before_ms = _now_ms()
             answer = await admin.request(MetricsResponse, MetricsRequest)
@@ -712,9 +721,9 @@ class _StorageProbe:
             entry = gauges.get(f"waltz-storage.{name}")
             return None if entry is None else int(entry["value"])
 
-        free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
+        free_bytes, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
         sizes = gauge("size-bytes"), gauge("filling-bytes-per-day")
-        space = None if free is None else DiskFacts(free, bool(is_full), *sizes)
+        space = None if free_bytes is None else DiskFacts(free_bytes, bool(is_full), *sizes)
         archive = archive_facts(gauges)
         ahead_ms = None
         if clock_ms is not None and after_ms - before_ms < CLOCK_READ_MS_MAX:

@@ -1,11 +1,12 @@
 """The findings about a cluster that two successive checks report.
 
 Rules:
-    1. If any check finds no problem, the result is empty. Otherwise the findings are the problems
-       that two successive checks have in common. So temporary problems are omitted (a partition
-       that moves, a replica that catches up). If the problems differ at each of `CHECKS_MAX`
-       checks, the findings are those of the last check: a partition whose owner changes all the
-       time is not healthy.
+    1. The result omits temporary problems, such as a partition that moves or a replica that catches
+       up. The cluster is checked repeatedly:
+       - If a check finds no problem, the result is empty.
+       - If two successive checks have problems in common, these problems are the result.
+       - If the problems are different at each of `CHECKS_MAX` checks, the problems of the last
+         check are the result: a cluster whose problems change all the time is not healthy.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import Facts, LocalFacts
 from waltz_core.ops.findings import Finding
 
-# Enough time to open a session or to move a partition in a healthy cluster.
+# A healthy cluster opens a store session or moves a partition within this time.
 RECHECK_INTERVAL_S: Final = 1.5
 CHECKS_MAX: Final = 5
 
@@ -44,10 +45,10 @@ async def lasting_findings(
     for _ in range(CHECKS_MAX - 1):
         if not findings:
             break
-        previous_keys = {each.key for each in findings}
+        previous_keys = {finding.key for finding in findings}
         await asyncio.sleep(RECHECK_INTERVAL_S)
         facts, findings = await check()
-        lasting_ones = [each for each in findings if each.key in previous_keys]
+        lasting_ones = [finding for finding in findings if finding.key in previous_keys]
         if lasting_ones:
             return facts, lasting_ones
     return facts, findings

@@ -1,11 +1,11 @@
 """The TLS settings and the token of a command, and its connections to servers and storages.
 
-A command or a request of the console works on one cluster, and many parts of it open connections.
-So the settings belong to the current context (`contextvars`), which its tasks inherit.
+A command or a request of the console works on one cluster, and opens connections in many places. So
+the settings are in the current context (`contextvars`), which all tasks of the command inherit.
 
 Rules:
-    1. If a command has `--tls`, the settings come from it; otherwise from ?tls= in the command's
-       connect string; otherwise from $WALTZ_CONNECT. The location of a token comes from the same
+    1. The settings come from the option `--tls`; without it, from ?tls= in the command's connect
+       string; without both, from $WALTZ_CONNECT. The location of a token comes from the same
        connect string; `--tls` specifies none.
     2. For a request of the console, the gateway selects a TLS context with the token of the caller.
     3. Clients (`WaltzClient`) use their own connect string.
@@ -24,7 +24,7 @@ from waltz_core.wire.messages import WireProtocol
 
 
 class _NamedSettings(NamedTuple):
-    """A value of ?tls= and the source of a token; the context is created when it is needed."""
+    """A value of ?tls= and the source of a token; the TLS context is created at its first use."""
 
     tls: str = ""
     token: TokenSource | None = None

@@ -66,5 +66,5 @@ async def hello_text_at(protocol: WireProtocol, address: str) -> str | None:
 def damaged_record_count(replica: ReplicaResponse) -> int:
     """Return the number of records that the replica cannot read."""
     pairs = memoryview(replica.damaged)
-    ids = [int.from_bytes(pairs[at : at + 8], "big") for at in range(0, len(pairs), 8)]
+    ids = [int.from_bytes(pairs[offset : offset + 8], "big") for offset in range(0, len(pairs), 8)]
     return sum(last - first + 1 for first, last in zip(ids[::2], ids[1::2], strict=True))

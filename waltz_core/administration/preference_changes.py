@@ -48,8 +48,8 @@ async def _change_preference(
     count = (await coordinator.read_cluster()).params.partition_count
     partitions = parse_partitions(partitions_text, count)
     view = await coordinator.read_servers()
-    if address not in [each.address for each in view.servers.values()]:
-        names = ", ".join(each.address for each in view.servers.values()) or "none"
+    if address not in [descriptor.address for descriptor in view.servers.values()]:
+        names = ", ".join(descriptor.address for descriptor in view.servers.values()) or "none"
         raise BadConfig(f"no server is registered at {address}; registered servers: {names}")
     run.report_wait(f"the server at {address}")
     answer = await query_server(address, response, lambda req_id: request(req_id, partitions))
@@ -76,15 +76,26 @@ async def _wait_until_open(run: ChangeRun, partitions: Sequence[PartitionId]) ->
     """Wait until the owners of the partitions have opened them; return the servers."""
     while True:
         view = await run.coordinator.read_servers()
-        owners = {each: view.owners[each].server_id for each in partitions if each in view.owners}
+        owners = {
+            partition_id: view.owners[partition_id].server_id
+            for partition_id in partitions
+            if partition_id in view.owners
+        }
         queried = {
             key: await _query_open_partitions(view.servers[key].address)
             for key in set(owners.values())
         }
-        is_open = [each for each, key in owners.items() if each in queried[key]]
+        is_open = [
+            partition_id for partition_id, key in owners.items() if partition_id in queried[key]
+        ]
         if view.is_settled and len(is_open) == len(partitions):
             return view
-        waiting_for = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
+        waiting_for = (
+            ", ".join(
+                str(partition_id) for partition_id in partitions if partition_id not in is_open
+            )
+            or "all"
+        )
         reason = f"the servers to open these partitions: {waiting_for}"
         run.report_wait(reason, len(is_open), len(partitions))
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -1,7 +1,7 @@
 """Changes of storages, replicas and servers, for commands and for the console.
 
-Each function determines the wanted placement of replicas. `cluster/change/replica_steps.py` plans
-the steps to it. A function returns the fields of its result; `summary` is a sentence.
+Each function determines the wanted placement of replicas, and `cluster/change/replica_steps.py`
+plans the steps. A function returns the fields of its result; the field `summary` is a sentence.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ async def add_storage(
 ) -> ChangeResult:
     """Add an empty storage to the cluster."""
     address, port = ReplicaId(address), _admin_port_or_default(admin_port, address)
-    before = await run.coordinator.storages.read_layout()
-    before.with_storage(address, port, group)  # rejects invalid options first
+    layout_before = await run.coordinator.storages.read_layout()
+    layout_before.with_storage(address, port, group)  # rejects invalid options first
     await _check_data_port(address)
     layout = await run.coordinator.storages.change_layout(
         lambda old: old.with_storage(address, port, group)
@@ -72,9 +72,9 @@ async def set_admin_port(run: ChangeRun, *, address: str, admin_port: int) -> Ch
 async def remove_storage(run: ChangeRun, *, address: str) -> ChangeResult:
     """Move a storage's replicas to other storages, then remove it from the cluster."""
     storage = ReplicaId(address)
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     layout.check_storage_exists(storage)
-    placement = placements.placement_without_storage(now, layout.groups, storage)
+    placement = placements.placement_without_storage(current_replicas, layout.groups, storage)
     await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _unregister_storage(run, storage)
     return {
@@ -89,10 +89,10 @@ async def replace_storage(
 ) -> ChangeResult:
     """Move all replicas of a storage to its replacement."""
     old, new = ReplicaId(address), ReplicaId(successor)
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     layout.check_storage_exists(old)
     if old == new:
-        return await _replace_in_place(run, layout, now, old)
+        return await _replace_in_place(run, layout, current_replicas, old)
     if new not in layout.assignment.partitions:
         port = _admin_port_or_default(admin_port, new)
         group = layout.groups.get(old)
@@ -102,7 +102,7 @@ async def replace_storage(
             lambda before: before.with_storage(new, port, group)
         )
         run.note_step(f"storage {new} is in group {group}")
-    placement = placements.placement_with_replacement(now, old, new, now)
+    placement = placements.placement_with_replacement(current_replicas, old, new, current_replicas)
     await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _unregister_storage(run, old)
     return {
@@ -117,14 +117,16 @@ async def _replace_in_place(
 ) -> ChangeResult:
     """Replace a lost storage by an empty one at the same address."""
     replicas_by_partition = {
-        each: replicas for each, replicas in now.items() if address in replicas
+        partition_id: replicas for partition_id, replicas in now.items() if address in replicas
     }
     if not replicas_by_partition:
         return await _add_replacement(
             run, placements.placement_with_missing_replicas(now, address), address
         )
     single_replica_partitions = [
-        each for each, replicas in replicas_by_partition.items() if len(replicas) == 1
+        partition_id
+        for partition_id, replicas in replicas_by_partition.items()
+        if len(replicas) == 1
     ]
     if single_replica_partitions:
         raise BadRequest(
@@ -138,8 +140,10 @@ async def _replace_in_place(
             "Start the replacement, with an empty directory, when the change permits it."
         )
     remaining_replicas = {
-        each: tuple(replica for replica in replicas_by_partition[each] if replica != address)
-        for each in replicas_by_partition
+        partition_id: tuple(
+            replica for replica in replicas_by_partition[partition_id] if replica != address
+        )
+        for partition_id in replicas_by_partition
     }
     await run.carry_out_plan(ReplicaPlan.for_placement(remaining_replicas, layout.assignment))
     return await _add_replacement(run, replicas_by_partition, address)
@@ -188,10 +192,13 @@ async def add_replica(
     run: ChangeRun, *, partitions: str, addresses: tuple[str, ...]
 ) -> ChangeResult:
     """Add storages to the replicas of each partition, one storage after the other."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     partition_ids = await _parse_partitions(run, partitions)
     new_replicas = [ReplicaId(each) for each in addresses]
-    placement = {each: tuple(dict.fromkeys([*now[each], *new_replicas])) for each in partition_ids}
+    placement = {
+        each: tuple(dict.fromkeys([*current_replicas[each], *new_replicas]))
+        for each in partition_ids
+    }
     return await _change_replicas(run, layout, placement)
 
 
@@ -199,12 +206,12 @@ async def remove_replica(
     run: ChangeRun, *, partitions: str, addresses: tuple[str, ...]
 ) -> ChangeResult:
     """Remove the replicas of partitions from storages."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     removed = [ReplicaId(each) for each in addresses]
     for address in removed:
         layout.check_storage_exists(address)
     placement = {
-        each: tuple(name for name in now[each] if name not in removed)
+        each: tuple(name for name in current_replicas[each] if name not in removed)
         for each in await _parse_partitions(run, partitions)
     }
     for partition_id, replicas in placement.items():
@@ -220,25 +227,27 @@ async def move_replica(
     run: ChangeRun, *, partitions: str, origin: str, target: str
 ) -> ChangeResult:
     """Move replicas of partitions from one storage to another."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     old, new = ReplicaId(origin), ReplicaId(target)
     partition_ids = await _parse_partitions(run, partitions)
     for partition_id in partition_ids:
-        if old not in now[partition_id] and new not in now[partition_id]:
+        if old not in current_replicas[partition_id] and new not in current_replicas[partition_id]:
             raise BadRequest(
                 f"nothing was changed, because storage {old} has no replica of partition "
                 f"{partition_id}"
             )
     return await _change_replicas(
-        run, layout, placements.placement_with_replacement(now, old, new, partition_ids)
+        run,
+        layout,
+        placements.placement_with_replacement(current_replicas, old, new, partition_ids),
     )
 
 
 async def auto_assign(run: ChangeRun, *, replicas: int | None) -> ChangeResult:
     """Distribute all replicas evenly over groups and storages."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     return await _change_replicas(
-        run, layout, placements.spread_replicas(now, layout.groups, replicas)
+        run, layout, placements.spread_replicas(current_replicas, layout.groups, replicas)
     )
 
 
@@ -252,9 +261,9 @@ async def _change_replicas(
         for address in replicas:
             layout.check_storage_exists(address)
     changed = {
-        each: replicas
-        for each, replicas in placement.items()
-        if set(replicas) != set(layout.assignment.replicas_of(each))
+        partition_id: replicas
+        for partition_id, replicas in placement.items()
+        if set(replicas) != set(layout.assignment.replicas_of(partition_id))
     }
     await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _delete_replica_files(run, layout, changed)
@@ -271,8 +280,8 @@ async def _delete_replica_files(
 ) -> None:
     """Delete the files of partitions on storages that are no longer assigned to them.
 
-    The partitions' sessions are open without these storages. If a storage does not answer, its
-    files remain, and the doctor reports them.
+    This is safe because the store sessions of the partitions are open without these storages. If a
+    storage does not answer, its files remain, and the doctor reports them.
     """
     files_by_storage: dict[ReplicaId, list[PartitionId]] = {}
     for partition_id, replicas in old_placement.items():
@@ -309,17 +318,17 @@ async def _partition_count(run: ChangeRun) -> int:
 async def remove_server(run: ChangeRun, *, server: str) -> ChangeResult:
     """Remove a server that no longer runs from ZooKeeper."""
     servers = (await run.coordinator.read_servers()).servers
-    matching = [each for each in servers.values() if each.address == server]
+    matching = [descriptor for descriptor in servers.values() if descriptor.address == server]
     if not matching:
-        names = ", ".join(each.address for each in servers.values()) or "none"
+        names = ", ".join(descriptor.address for descriptor in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {server}; registered servers: {names}")
     if await is_answering(WireProtocol.CLIENT, server):
         raise BadRequest(
             f"the server at {server} still runs and answers. Hint: stop it; it then unregisters "
             "itself."
         )
-    for each in matching:
-        await run.coordinator.remove_dead_server(each)
+    for descriptor in matching:
+        await run.coordinator.remove_dead_server(descriptor)
     return {
         "server": server,
         "summary": f"server {server} was removed; other servers own its partitions now",

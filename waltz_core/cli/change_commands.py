@@ -1,6 +1,6 @@
 """Runs commands that change a cluster, and shows their progress.
 
-`waltz_core/administration/change_run.py` has the rules for the audit entry and the timeout.
+`waltz_core/administration/change_run.py` contains the rules for the audit entry and the timeout.
 """
 
 import functools
@@ -49,7 +49,7 @@ class ChangeCommand(ChangeRun):
             print_error(step)
 
     def report_wait(self, reason: str, done_count: int = 0, count: int = 1) -> None:
-        """Record the reason for which the command waits, and show it with the progress."""
+        """Record why the command waits, and show this reason with the progress."""
         super().report_wait(reason)
         self._line.show(done_count, count, reason)
 
@@ -59,8 +59,8 @@ def change_command(
 ) -> Callable[[Callable[..., Awaitable[ChangeResult]]], SubcommandFunction]:
     """Turn a function that changes a cluster into a subcommand.
 
-    `may_create_cluster` is passed to `audit_change`. A subcommand's option `force` has the same
-    effect, because the subcommand then also works on incomplete clusters.
+    `may_create_cluster` is passed to `audit_change`. The option `--force` of a subcommand has the
+    same effect, because the subcommand then also accepts incomplete clusters.
     """
 
     def decorate(function: Callable[..., Awaitable[ChangeResult]]) -> SubcommandFunction:
@@ -92,7 +92,7 @@ def change_command(
 
 
 def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
-    """Declare the connect string as an argument or as `--connect` (`cluster create CONNECT`)."""
+    """Declare the connect string as an argument (`cluster create CONNECT`) or as `--connect`."""
 
     @options.argument(
         "connect_argument",
@@ -121,7 +121,7 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
 def audit_change(
     coordinator: Coordinator, *, may_create_cluster: bool = False
 ) -> AbstractAsyncContextManager[None]:
-    """Write an audit entry of this command for a block (`record_change`)."""
+    """Record a block of this command in the audit log (`record_change`)."""
     entry = AuditEntry(user_and_host(), now_ms(), shlex.join(sys.argv[1:]))
     return record_change(coordinator, entry, may_create_cluster=may_create_cluster)
 

@@ -25,7 +25,8 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
         CONFIG_TYPES_BY_KIND[kind], path=config, environment=os.environ
     )
     rows = [
-        (each.name, each.value, each.origin) for each in config_with_origins.effective_settings()
+        (shown_setting.name, shown_setting.value, shown_setting.origin)
+        for shown_setting in config_with_origins.effective_settings()
     ]
     if as_json:
         titles = ("name", "value", "origin")

@@ -29,9 +29,11 @@ DaemonConfigT = TypeVar("DaemonConfigT", bound=LogConfig)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# New objects before a collection of the young generation. Python's default of 700 suits scripts.
+# The number of new objects after which Python collects its young generation. The default of 700 is
+# for scripts.
 _COLLECTION_THRESHOLD = 10_000
-# Open files in addition to connections: the log, listening and ZooKeeper sockets, some segments.
+# Open files in addition to connections: the log, the sockets for listening and for ZooKeeper, and
+# some segments.
 _OTHER_OPEN_FILES = 100
 
 
@@ -40,7 +42,8 @@ def with_daemon_options(
 ) -> Callable[[Callable[[], Callable[[DaemonConfigT], None]]], SubcommandFunction]:
     """Declare `--config` and one option for each setting, and run the daemon with them.
 
-    The decorated function imports the daemon and returns its `run`. So `--help` does not import it.
+    The decorated function imports the daemon and returns its `run`, so `--help` does not import the
+    daemon.
     """
 
     def decorate(load_daemon: Callable[[], Callable[[DaemonConfigT], None]]) -> SubcommandFunction:
@@ -105,10 +108,10 @@ def stop_with_parent() -> None:
 
 
 def disable_numpy_threads() -> None:
-    """Prevent NumPy from starting threads for matrices; call this before NumPy is imported.
+    """Prevent NumPy from starting threads for matrices; must be called before NumPy is imported.
 
-    A daemon computes no matrices. Starting one thread for each further core takes a fifth of the
-    import time.
+    A daemon computes no matrices. NumPy would start one thread for each further core, which takes a
+    fifth of its import time.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -117,7 +120,7 @@ def freeze_startup_objects() -> None:
     """Collect garbage less often, and exclude the objects that exist now from collections.
 
     A daemon with a thousand partitions creates several hundred thousand long-lived objects at its
-    start. Without this, repeated full collections took a third of the start time.
+    start. Without this function, repeated full collections took a third of the start time.
     """
     gc.freeze()
     gc.set_threshold(_COLLECTION_THRESHOLD, 20, 20)
@@ -127,7 +130,7 @@ def raise_open_files_limit(connections_max: int) -> None:
     """Raise the limit for open files to its maximum; log a warning if it is too low.
 
     A thousand partitions need a thousand connections. The low default limit of a shell protects
-    programs that use `select`, which the daemons do not use.
+    only programs that use `select`, and the daemons do not use it.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -146,10 +149,10 @@ def raise_open_files_limit(connections_max: int) -> None:
 def keep_freed_memory() -> None:
     """Configure the C library to keep freed memory, up to a limit, instead of returning it.
 
-    A daemon allocates and frees a buffer of the size of a batch for every frame. If the memory went
-    back to the kernel, each such buffer would cost a page fault and a cleared page per 4 KiB
-    (measured: a sixth of a storage's CPU time). If the C library has no `mallopt`, the function
-    does nothing.
+    For every frame, a daemon allocates and frees a buffer of the size of a batch. If the C library
+    returned this memory to the kernel, each buffer would cost a page fault and a cleared page per 4
+    KiB (measured: a sixth of a storage's CPU time). If the C library has no `mallopt`, this
+    function does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

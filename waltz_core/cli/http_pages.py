@@ -1,8 +1,8 @@
 """`waltz-core server metrics | storage metrics`: print the metrics from a daemon's HTTP port.
 
 Rules:
-    1. A whole number is printed without a decimal point, however large: bytes and IDs soon exceed
-       2^31.
+    1. A whole number is printed without a decimal point and without an exponent, even if it is
+       large: numbers of bytes and IDs soon exceed 2^31.
     2. `--json` prints every metric under its full name with its labels.
 """
 
@@ -21,7 +21,7 @@ from waltz_core.transport.net import split_address
 ANSWER_TIMEOUT_S: Final = 10.0
 PAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 _SAMPLE_LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
-# Histogram buckets would fill screens, so only `--all` and `--json` print them.
+# Only `--all` and `--json` print histogram buckets, because these have many lines.
 _HISTOGRAM_SUFFIXES: Final = ("_bucket", "_created")
 
 
@@ -48,20 +48,20 @@ class MetricSample(NamedTuple):
 def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
     """Print the metrics of one daemon."""
     samples = [
-        each
-        for each in parse_metrics(fetch_page(address, "/metrics"), address)
-        if match in each.title
-        and (is_all or as_json or not each.name.endswith(_HISTOGRAM_SUFFIXES))
+        sample
+        for sample in parse_metrics(fetch_page(address, "/metrics"), address)
+        if match in sample.title
+        and (is_all or as_json or not sample.name.endswith(_HISTOGRAM_SUFFIXES))
     ]
     if as_json:
-        print_json({each.title: each.value for each in samples})
+        print_json({sample.title: sample.value for sample in samples})
     else:
-        print_table(("metric", "value"), [(each.title, each.value) for each in samples])
+        print_table(("metric", "value"), [(sample.title, sample.value) for sample in samples])
     return 0
 
 
 def fetch_page(address: str, path: str) -> str:
-    """Return a page of a daemon; raises Unreachable, or RemoteProtocolError for another answer."""
+    """Return a page of a daemon; raises Unreachable, or RemoteProtocolError for an error page."""
     host, port = split_address(address)
     if not 1 <= port <= 65_535:
         raise BadConfig(f"{address}: expected the port of `http_port`, 1..65535, found {port}")

@@ -15,7 +15,7 @@ from waltz_core.config.settings import LoadedConfig, load_config
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
-# Options and their settings, which cannot change after the cluster was created.
+# Options that cannot change after the cluster was created, with their settings.
 FIXED_OPTIONS = {
     "--zookeepers": "zookeeper_count",
     "--storages": "storage_count",
@@ -33,7 +33,9 @@ _directory_option = click.option(
 
 def _with_fixed_options(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the options that cannot change after the cluster was created."""
-    docs = {each.name: each.metadata["doc"] for each in fields(LocalConfig)}
+    docs = {
+        setting_field.name: setting_field.metadata["doc"] for setting_field in fields(LocalConfig)
+    }
     for flag, name in reversed(FIXED_OPTIONS.items()):
         text = f"{docs[name]} [default: {getattr(LocalConfig(), name)}]"
         function = click.option(flag, name, metavar="N", help=text)(function)

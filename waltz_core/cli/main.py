@@ -1,7 +1,7 @@
 """`waltz-core`: the table of all commands, and the handling of their errors.
 
-A `WaltzError` is printed as one sentence, with exit code 1. Any other exception is a bug and keeps
-its traceback.
+A `WaltzError` is printed as one sentence, with exit code 1. Any other exception is a bug, and is
+printed with its traceback.
 """
 
 import logging
@@ -29,7 +29,7 @@ from waltz_core.log_lines import TEXT_FORMAT, TIME_FORMAT
 
 
 class GroupEntry(NamedTuple):
-    """A row of the table: a group of commands with its help, subcommands and examples."""
+    """A row of the table of commands: a group with its help, subcommands and examples."""
 
     help_line: str
     subcommands: (
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_result(OVERVIEW)
         return EXIT_USAGE_ERROR
     try:
-        # Loading a subcommand takes almost a second: ctrl-C is handled from here on.
+        # Loading a subcommand takes almost a second, and ctrl-C must work during this time, too.
         return run_command(arguments)
     except WaltzError as error:
         print_error(f"waltz-core: {error}")
@@ -397,13 +397,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of the output has exited (`waltz-core ... | head`). Python flushes its output
-        # buffer when it exits, which must not fail.
+        # buffer at exit, and this flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command and return its exit code; raises the errors of the command."""
+    """Run one command and return its exit code; errors of the command are raised."""
     try:
         with program.make_context(PROGRAM_NAME, arguments) as context:
             code = program.invoke(context)

@@ -3,8 +3,8 @@
 Rules:
     1. Results go to standard output, everything else to standard error.
     2. `--json` prints one JSON value and nothing else on standard output.
-    3. On a terminal, tables are drawn with rich, with states in color unless $NO_COLOR is set. Any
-       other output gets the same rows as aligned text, and rich is not imported.
+    3. On a terminal, rich draws tables, with states in color unless $NO_COLOR is set. Other outputs
+       get the same rows as aligned text, and rich is not imported.
 """
 
 import datetime
@@ -38,23 +38,24 @@ def print_json(value: object) -> None:
 def to_one_line(data: bytes) -> str:
     """Decode UTF-8 as one line; escape invalid bytes and unprintable characters.
 
-    So data from a log can neither control the terminal nor look like another row.
+    So data from a log can neither send control sequences to the terminal nor look like another row.
     """
     text = data.decode("utf-8", "backslashreplace")
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
 def time_text(at_ms: int) -> str:
     """Return a time, given in milliseconds since 1970 (UTC), as ISO 8601 text."""
     try:
-        when = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
+        time = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
     except (OverflowError, ValueError):  # after the year 9999: a damaged znode
         return f"{at_ms} ms"
-    return when.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return time.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

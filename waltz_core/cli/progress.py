@@ -2,9 +2,9 @@
 
 Rules:
     1. The bar is shown only if standard error is a terminal, and only after one second. Without an
-       event loop, it appears with the first report after that second.
+       event loop, the bar appears with the first report after this second.
     2. The bar is removed when the command ends.
-    3. The bar is drawn when progress is reported; it has no thread.
+    3. The bar is drawn only when progress is reported; there is no drawing thread.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class ProgressLine:
     """A line with a progress bar, as a context manager that removes it at the end."""
 
     def __init__(self) -> None:
-        self.wait_reason = ""  # what the command waits for, recorded even without a terminal
+        self.wait_reason = ""  # why the command waits; recorded even without a terminal
         self._progress: tuple[int, int, str] = (0, 1, "")
         self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None

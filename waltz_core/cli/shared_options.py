@@ -1,8 +1,10 @@
 """The options and arguments that several subcommands use, each declared once.
 
 Rules:
-    1. An option accepts its name from an earlier version (`older`), but help does not show it.
-    2. `@gather_options(Kind)` passes the values of several options to a subcommand as one `Kind`.
+    1. An option also accepts its name from an earlier version (`older`), but help does not show
+       this name.
+    2. `@gather_options(Kind)` passes the values of several options to a subcommand as one object of
+       class `Kind`.
 """
 
 import functools
@@ -40,15 +42,15 @@ class RenamedOption(click.Option):
 
     def __init__(self, names: list[str], *, old_name: str, **click_options: Any) -> None:  # noqa: ANN401
         super().__init__([*names, old_name], **click_options)
-        self.shown_names = [each for each in self.opts if each != old_name]
+        self.shown_names = [option_name for option_name in self.opts if option_name != old_name]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the option's line of help, without the older name."""
-        every, self.opts = self.opts, self.shown_names
+        all_names, self.opts = self.opts, self.shown_names
         try:
             return super().get_help_record(ctx)
         finally:
-            self.opts = every
+            self.opts = all_names
 
 
 class ConnectOption(click.Option):

@@ -1,12 +1,13 @@
 """Groups and subcommands as classes of click, with clearer error messages.
 
-Click's own messages suggest neither the nearest subcommand nor a source for the connect string.
+Click's own messages do not suggest a similar subcommand, and do not state where the connect string
+can be set.
 
 Rules:
-    1. A subcommand is imported when it is called. Help and completion of its group import no
-       subcommand.
-    2. A subcommand is a function or a coroutine. It receives its options as keywords and returns
-       the exit code.
+    1. A subcommand is imported only when it is called. The help and the completion of a group
+       import no subcommand.
+    2. A subcommand is a function or a coroutine. It receives its options as keyword arguments and
+       returns the exit code.
 """
 
 import difflib
@@ -31,9 +32,9 @@ SubcommandFunction: TypeAlias = Callable[..., Any]
 
 
 class Subcommand(click.Command):
-    """A subcommand; the table in `main.py` has its line of help (rule 2)."""
+    """A subcommand (rule 2); the table in `main.py` contains its line of help."""
 
-    allow_extra_args = True  # `parse_args` reports them
+    allow_extra_args = True  # `parse_args` reports extra arguments
     help_details = ""  # help text after the line of help
     examples: Sequence[str] = ()
 
@@ -57,11 +58,11 @@ class Subcommand(click.Command):
         lenient_context = click.Context(self, resilient_parsing=True)
         super().parse_args(lenient_context, arguments)
         missing = [
-            parameter_name(each)
-            for each in self.params
-            if each.required and lenient_context.params.get(each.name or "") in (None, ())
+            parameter_name(parameter)
+            for parameter in self.params
+            if parameter.required and lenient_context.params.get(parameter.name or "") in (None, ())
         ]
-        missing_others = [each for each in missing if each != "--connect"]
+        missing_others = [parameter for parameter in missing if parameter != "--connect"]
         sentences = (
             [f"the following arguments are required: {', '.join(missing_others)}"]
             if missing_others
@@ -94,8 +95,8 @@ def subcommand(function: SubcommandFunction) -> Subcommand:
 class LazySubcommand(click.Command):
     """A subcommand whose module is imported when it is called (rule 1).
 
-    The module has a function with the name of the subcommand, or, if this would hide a builtin,
-    with a name such as `list_command`.
+    The function in the module has the name of the subcommand. If this name would hide a builtin,
+    the function has a name such as `list_command`.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class CommandGroup(click.Group):
 def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
     if examples:
         with formatter.section("Examples"):
-            for each in examples:
-                formatter.write(f"  waltz-core {each}\n")
+            for example in examples:
+                formatter.write(f"  waltz-core {example}\n")
 
 
 def as_sentence(text: str) -> str:
@@ -196,6 +197,10 @@ def usage_error_text(error: click.UsageError) -> str:
 def _nearest_option(name: str, command: click.Command) -> str:
     if not re.match(r"--?[^\d-]", name):
         return ""
-    options = {each.lstrip("-"): each for parameter in command.params for each in parameter.opts}
+    options = {
+        option_name.lstrip("-"): option_name
+        for parameter in command.params
+        for option_name in parameter.opts
+    }
     matches = difflib.get_close_matches(name.lstrip("-"), options, n=1)
     return f"; did you mean {options[matches[0]]!r}?" if matches else ""

@@ -7,8 +7,9 @@ The nodes, below the cluster's root R:
 
     R                                 name and number of partitions; written last by `cluster
                                       create`, so a root without data is not a cluster
-    R/ids/client, R/ids/server        the last allocated ID; allocated by compare-and-set, one for
-                                      each older client and each server process, never twice
+    R/ids/client, R/ids/server        the last allocated ID, raised by compare-and-set. Each server
+                                      process, and each client whose ID no server issues,
+                                      allocates an ID that was never allocated before
     R/serverDescriptors               which server owns which partition, in which generation
     R/serverDescriptors/s_N           one live server: ID, host, port, preferred partitions;
                                       ephemeral
@@ -18,10 +19,10 @@ The nodes, below the cluster's root R:
     R/store/partition/P               generation, store session and replica states of partition P
     R/store/adminLock                 a mutex of the 0.13 commands (ephemeral)
     R/x/partition/P                   extension: whether P may still be new, without any records,
-                                      and the nonce of its session; changes in one write with
-                                      R/store/partition/P
+                                      and the nonce of its store session; written together with
+                                      R/store/partition/P, in one atomic write
     R/x/storage/HOST:PORT             extension: the ID of the storage that belongs at this address
-    R/x/client                        extension: the last client ID that a server has issued
+    R/x/client                        extension: the last client ID that servers have issued
     R/x/writes/W, R/x/writes/W/T      extension: an exactly-once write, and its tasks
     R/x/reach/ID                      extension: which servers server ID can and cannot connect to
     R/x/load/ID                       extension: the loads of the partitions of server ID
@@ -30,15 +31,20 @@ The nodes, below the cluster's root R:
 All nodes except R/x have the format of Waltz 0.13, so that 0.13 clients and tools can use the same
 root; they ignore the nodes below R/x.
 
-Ownership of a partition. Each server creates its node `s_N`. When the set of servers changes, the
-child version of R/serverDescriptors changes with it, and the leader (the one with the smallest
-ID) writes an assignment that carries this version. All other processes wait until both versions are
-equal: only then does the assignment name exactly the live servers. A partition that moves gets the
-next generation. Two servers may assume for a moment that they own the same partition; the
-compare-and-set on R/store/partition/P, with which each session begins, decides.
+Partitions get their owners as follows:
+    1. Each server creates its node `s_N`. ZooKeeper increases the child version of
+       R/serverDescriptors whenever such a node is created or deleted.
+    2. The leader, which is the live server with the smallest ID, then writes a new assignment. The
+       assignment contains the child version for which the leader has computed it. A partition that
+       moves to another server gets the next generation.
+    3. All processes ignore an assignment until its child version is equal to the current one. Only
+       then does the assignment name exactly the live servers.
+    4. For a moment, two servers may assume that they own the same partition. Each store session
+       begins with a compare-and-set on R/store/partition/P, and only one of the two servers
+       succeeds.
 
-Start reading with `coordinator.py`: it has all operations of servers, storages, clients and
-commands. `znodes/` has paths, values and the interface to ZooKeeper, `membership/` the live servers
-and the assignment, `change/` the changes by commands, `zookeeper/` the sessions.
-`write_registry.py` has exactly-once writes.
+Start reading with `coordinator.py`: it contains all operations of servers, storages, clients and
+commands. `znodes/` contains the paths and values of the nodes, and the interface to ZooKeeper.
+`membership/` contains the live servers and the assignment, `change/` the changes by commands, and
+`zookeeper/` the sessions. `write_registry.py` records exactly-once writes.
 """

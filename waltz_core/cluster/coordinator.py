@@ -1,18 +1,19 @@
 """The coordinator: all operations of servers, storages, clients and commands in ZooKeeper.
 
-Each operation is a small protocol over versions, in which a mistake loses data or splits a cluster.
-The operations use the interface `znodes.Znodes`. So tests and the simulator run the same code over
-memory that production runs over a real ZooKeeper.
+Each operation is a small protocol over the versions of znodes. A mistake in such a protocol can
+lose data or give a partition two owners. The operations use only the interface `znodes.Znodes`, so
+tests and the simulator run the same code with a ZooKeeper in memory.
 
 Rules:
     1. Each write depends on the version that was read: no write is unconditional.
     2. A partition's metadata and marker change in one write and are read as one pair.
-    3. A write with unknown outcome counts neither as done nor as failed. If reading again can
-       decide (IDs, registrations), the coordinator reads again; if not, the caller gets the error.
-    4. No call waits for long, except `follow_...`, which run until they are cancelled.
+    3. A write with unknown outcome is treated neither as done nor as failed. If a new read shows
+       the outcome, as for IDs and registrations, the coordinator reads again. Otherwise the caller
+       gets the error.
+    4. Only the calls `follow_...` wait for long: they run until they are cancelled.
 
-All operations raise CoordinatorUnavailable if ZooKeeper does not answer in time, BadFormat (with
-the path) for a node that cannot be decoded, and BadConfig if there is no cluster.
+All operations raise CoordinatorUnavailable if ZooKeeper does not answer in time, and BadConfig if
+there is no cluster. If a node cannot be decoded, they raise BadFormat with the path of the node.
 """
 
 from collections.abc import Callable, Mapping
@@ -138,8 +139,8 @@ class Coordinator:
     def was_connected_recently(self) -> bool:
         """Whether ZooKeeper is connected, or was a short time ago; for health checks.
 
-        The cluster continues without ZooKeeper, and the process soon finds another ZooKeeper
-        server. But after two session timeouts, an operator should check ZooKeeper.
+        The cluster continues without ZooKeeper, and a process usually finds another ZooKeeper
+        server soon. An outage of more than two session timeouts needs an operator.
         """
         limit_ms = OUTAGE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
         return self._nodes.connection_history.disconnected_ms < limit_ms
@@ -151,8 +152,8 @@ class Coordinator:
     async def check_administrator(self) -> None:
         """Raise BadConfig if this session has the members' user, or does not know that user."""
         await self._znodes.check_administrator()
-        # NB: an auth file from before there were two users does not show the role of its user. With
-        # the members' user, this read fails.
+        # NB: an auth file with one user does not show whether this is the members' user. With the
+        # members' user, this read fails.
         await self._znodes.children(self.paths.audit)
 
     async def close(self) -> None:
@@ -337,8 +338,8 @@ class Coordinator:
         for _ in range(READ_ATTEMPTS_MAX):
             marker = await self._znodes.get(marker_path)
             after = await self._znodes.get(path)
-            # Both nodes change together, so a marker that was read while the metadata did not
-            # change matches it.
+            # Both nodes change in the same write. So if the metadata did not change while the
+            # marker was read, the two belong together.
             if _node_version(before) == _node_version(after):
                 return PartitionView(
                     _decode_metadata(path, after, partition_id),
@@ -361,8 +362,8 @@ class Coordinator:
         """Write metadata and marker in one compare-and-set, and return their new versions.
 
         Raises CoordinatorConflict if either node is not at its expected version; nothing is written
-        then. Raises CoordinatorOutcomeUnknown if only reading again can decide: then compare
-        session and nonce (docs/design/correctness.md 2.1 B).
+        then. Raises CoordinatorOutcomeUnknown if the answer is lost. The caller then reads the
+        nodes again, and compares session and nonce (docs/design/correctness.md 2.1 B).
         """
         if NO_NODE in expected:
             parents = (self.paths.partitions, self.paths.extensions, self.paths.markers)
@@ -370,7 +371,8 @@ class Coordinator:
         path, data = self.paths.partition(partition_id), metadata.to_bytes(partition_id)
         steps: list[Operation] = []
         if expected.metadata == NO_NODE:
-            # The metadata of 0.13 is empty at first, too: the first session is version 1.
+            # As in Waltz 0.13, version 0 of the node is empty metadata, and the first store session
+            # writes version 1.
             steps.append(CreateNode(path, model.EMPTY_METADATA.to_bytes(partition_id)))
         steps.append(SetNode(path, data, max(expected.metadata, 0)))
         marker_path = self.paths.marker(partition_id)
@@ -402,8 +404,8 @@ class Coordinator:
     ) -> model.ReplicaAssignments:
         """Replace the replica assignment by the result of `change`; return the new assignment.
 
-        After a concurrent write, `change` is called again. Raises BadRequest for a step that
-        changes too much at once (docs/design/correctness.md 2.4, row 36).
+        After a concurrent write, `change` is called again. Raises BadRequest if `change` replaces
+        too many replicas of a partition at once (docs/design/correctness.md 2.4, row 36).
         """
         path = self.paths.replica_assignment
         partition_count = (await self.read_cluster()).params.partition_count
@@ -479,9 +481,9 @@ class Coordinator:
     ) -> Never:
         """Call back with the permissions, now and at each change; None: the node is missing.
 
-        The method also publishes the revision that `set_applied_revision` has set. If publishing is
-        not possible, `on_not_published` gets the error: publishing must not delay the next
-        revision.
+        The method also publishes the revision that `set_applied_revision` has set. If the revision
+        cannot be published, `on_not_published` receives the error, and the method continues to
+        follow the permissions.
         """
         path = self.paths.access
         last: bytes | None = b""  # not read yet: the node is never empty
@@ -498,7 +500,7 @@ class Coordinator:
                         else decode_node(path, node, access_node.decode_permissions)
                     )
                     last = data
-            finally:  # in a new session, also while the node cannot be decoded
+            finally:  # A new session publishes again, even while the node cannot be decoded.
                 try:
                     await self._applied.publish()
                 except (errors.BadConfig, errors.CoordinatorConflict) as error:
@@ -507,16 +509,16 @@ class Coordinator:
         await self._nodes.follow(check)
 
     def set_applied_revision(self, name: str, revision: int) -> None:
-        """Set the permissions revision that this daemon uses and will publish (AC 6).
+        """Set the permissions revision that this daemon uses and will publish (decision 048, AC 6).
 
         The callback of `follow_permissions` calls this method. `follow_permissions` then publishes
         the revision, and publishes it again in each new session. `membership/applied_revisions.py`
-        has the names of daemons.
+        describes the names of daemons.
         """
         self._applied.set_revision(name, revision)
 
     async def read_applied_revisions(self) -> dict[str, int]:
-        """Read the revision that each daemon uses, by name, not older than the call.
+        """Read the revision that each daemon uses, by daemon name, not older than the call.
 
         Daemons without access control are not included.
         """
@@ -538,7 +540,7 @@ class Coordinator:
         await self._membership.change_preferences(descriptor)
 
     def keep_owners(self) -> None:
-        """Leave each partition with its owner while this process leads: partitions move by load."""
+        """As the leader, leave each partition with its owner: the balance by load moves it."""
         self._membership.keeps_owners = True
 
     async def move_partitions(
@@ -560,7 +562,7 @@ class Coordinator:
         return await self._membership.hand_over(partition_id, generation)
 
     async def read_servers(self) -> ServersView:
-        """Read the live servers and the partitions that they own, settled or not."""
+        """Read the live servers and their partitions, even if the assignment is out of date."""
         return await self._membership.read()
 
     async def read_latest_servers(self) -> ServersView:
@@ -569,7 +571,7 @@ class Coordinator:
         return await self._membership.read()
 
     async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view (also if no server is live), until cancelled."""
+        """Call back with each settled view, and when no server is live, until cancelled."""
         await self._membership.follow(callback)
 
 

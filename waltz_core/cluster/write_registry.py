@@ -1,37 +1,46 @@
-"""The registry of exactly-once writes, whose rows enter the log once even if tasks are repeated.
+"""The registry of exactly-once writes: each row enters the log once, even if Spark repeats tasks.
 
-The processes of a write do not know each other, and several may run the same task. They agree here
-on the marks from which the write started, the client ID of each task, the latest attempt of a task,
-and whether the write is done.
+A write has many tasks, which run in separate processes, and several processes may run the same
+task. Through the registry, these processes agree on:
+
+    - the high-water marks at the start of the write
+    - the client ID and the latest attempt of each task
+    - whether the write is done
 
 Rules (docs/spark.md, "Exactly once"):
-    1. The first process writes the starting marks; they never change.
+    1. The first process stores the starting marks, which never change.
     2. A task keeps its client ID forever. Each attempt increments the task's attempt number by
-       compare-and-set; if the outcome of this write is unknown, the number is incremented again.
-    3. An attempt continues while it is the latest one, and the write is neither done nor removed:
-       `check` decides from the state of ZooKeeper after the call.
-    4. A process that only enters a write does not begin one that was removed. In a series (`X-7`
-       follows `X-6`) no write starts if a later one exists.
-    5. A write expires a given time after its node was last written: when it started, or when it
-       was done. ZooKeeper's clock measures that time; a driver's own clock may be days off. An
-       expired write is marked as done first, with an empty summary, so that no task enters while
-       its tasks are removed.
-    6. A run is one execution of the whole job. A task's runs are recorded, because another run may
-       have split the rows into other tasks.
-    7. To begin or to remove a write, a process also writes the parent node of all writes, at the
-       version that it has read first. So a process that was paused cannot begin a write that was
-       removed meanwhile, and cannot remove a write that was started again. Other changes of nodes
-       only check this version: a node that was created again has the versions of the earlier node.
-    8. A registry of a principal (`WriteRegistry.for_principal`) rejects the writes of other
-       principals. A write belongs to the principal that began it; if there is none, or it is
-       `anonymous`, to the first principal that enters it. Its owner never changes again (decision
-       048, AC 14). `enter` checks the owner also after it has written the task: meanwhile the write
-       may have been removed, and started by another principal; its client ID must not be returned.
+       compare-and-set. If the outcome of this compare-and-set is unknown, the attempt increments
+       the number again.
+    3. An attempt may continue while it is the latest attempt of its task, and the write is neither
+       done nor removed. `check` tests this with data that is not older than the call.
+    4. A process that only enters a write never begins a write that was removed. In a series of
+       writes, such as `X-6` and `X-7`, a write does not start if a later write of the series
+       exists.
+    5. A write expires a given time after its node was last written, that is, after its start or its
+       end. ZooKeeper's clock measures this time, because a driver's clock may be days off. The
+       removal first marks the write as done, with an empty summary, so that no task enters the
+       write while the nodes of its tasks are deleted.
+    6. A run is one execution of the whole Spark job. The node of a task records its runs, because
+       another run may have distributed the rows over the tasks differently.
+    7. The version of the parent node of all writes is a fence. To begin or remove a write, a
+       process first reads this version, and then writes the parent node at this version in the same
+       atomic write. So a process that was paused cannot begin a write that was removed meanwhile,
+       and cannot remove a write that was started again. Other changes only check the version of the
+       parent node. The version of the changed node is not sufficient: a node that is deleted and
+       created again starts with the same versions.
+    8. A registry of one principal (`WriteRegistry.for_principal`) rejects the writes of other
+       principals. A write belongs to the principal that began it. If the write was begun without a
+       principal or by `anonymous`, it belongs to the first other principal that enters it. Then the
+       owner never changes again (decision 048, AC 14). `enter` checks the owner a second time after
+       it has written the task. Between the two checks, another principal may have started the write
+       again. Then `enter` must not return the client ID of this principal's task.
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
-       by a few.
-    10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest one of its
-       task. Without it, an attempt that was paused could finish a write with outdated outcomes. A
-       later attempt may have appended a row that a lock had rejected before.
+       limit slightly.
+    10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest attempt of its
+        task. Otherwise an attempt that was paused could finish the write with outdated outcomes.
+        For example, a later attempt may have appended a row that was rejected in the paused
+        attempt.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -56,8 +65,8 @@ from waltz_core.records.record import ClientId
 _WRITE_STATE = "state of an exactly-once write"
 _TASK_STATE = "state of a task of an exactly-once write"
 ATTEMPTS_MAX = 100
-# The maximum number of recorded runs of a task. Two would be enough to detect another run. Each
-# attempt writes all recorded runs, so a tenant must not make the list long.
+# The maximum number of recorded runs of a task. Two would be enough to detect another run. The list
+# is short because each attempt writes it again.
 RUNS_MAX = 10
 TASK_REMOVALS_MAX = 500
 EXAMINED_WRITES_MAX = 50
@@ -66,7 +75,7 @@ WRITES_PER_PRINCIPAL_MAX = 10_000
 # A node of ZooKeeper has at most 1 MiB.
 NODE_BYTES_MAX = 900 * 1024
 _UNOWNED_PRINCIPALS = ("", ANONYMOUS)
-# The time for which a node of format 1 is kept: its own time comes from a driver's clock.
+# The retention of writes in format 1. Such a node contains only a time of a driver's clock.
 KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
 _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
 
@@ -75,12 +84,12 @@ _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
 class WriteState:
     """The state of an exactly-once write.
 
-    Node `R/x/writes/W` has JSON with `format` 2 and these fields.
+    Node `R/x/writes/W` contains JSON with `format` 2 and these fields.
 
-    `marks` are the log's high-water marks by partition when the write started. `keep_ms` is
-    the time from the last write of the node until the node expires. `summary` is the result of the
-    write: None while the write runs, empty while it is being removed. `principal` is the owner of
-    the write; the node of a write without an owner lacks this field.
+    `marks` are the log's high-water marks by partition when the write started. `keep_ms` is the
+    time from the last change of the node until the write expires. `summary` is the result of the
+    write: None while the write runs, and empty while it is being removed. `principal` is the owner
+    of the write; the node of a write without an owner lacks this field.
     """
 
     marks: Mapping[int, int]
@@ -161,14 +170,14 @@ class TaskAttempt(NamedTuple):
 
 
 class WriteWithTasks(NamedTuple):
-    """A write, and those of its tasks that have started, by task number."""
+    """A write and its started tasks, by task number."""
 
     state: WriteState
     tasks: Mapping[int, TaskState]
 
 
 class WriteRegistry:
-    """The writes of one cluster, through one session: of one principal (rule 8), or of all."""
+    """The exactly-once writes of one principal (rule 8) or of all, through one session."""
 
     def __init__(
         self, nodes: ClusterNodes, principal: str | None = None, *, is_limited: bool = True
@@ -180,7 +189,7 @@ class WriteRegistry:
         self._owners: dict[str, str] = {}  # the owners of known writes, for rule 9
 
     def for_principal(self, principal: str, *, is_limited: bool = True) -> "WriteRegistry":
-        """Return the registry of a principal (rule 8); with `is_limited`, rule 9 holds."""
+        """Return the registry of a principal (rule 8); `is_limited` applies the limit of rule 9."""
         registry = WriteRegistry(self._nodes, principal, is_limited=is_limited)
         registry._owners = self._owners
         return registry
@@ -193,7 +202,7 @@ class WriteRegistry:
         return None if node is None else self._decode_state(path, node)
 
     def _decode_state(self, path: str, node: Node) -> WriteState:
-        """Decode a write; raises PermissionDenied by rule 8."""
+        """Decode a write; raises PermissionDenied (rule 8)."""
         state = decode_node(path, node, WriteState.from_bytes)
         if self._principal is None or state.principal in (*_UNOWNED_PRINCIPALS, self._principal):
             return state
@@ -259,7 +268,7 @@ class WriteRegistry:
             )
 
     async def _count_writes(self, principal: str) -> int:
-        """Return the number of a principal's writes, or 0 if there are few writes in total."""
+        """Return the number of a principal's writes; 0 if all writes together are few."""
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         if len(names) < WRITES_PER_PRINCIPAL_MAX:
@@ -289,13 +298,13 @@ class WriteRegistry:
                 )
 
     async def _fence_operations(self) -> list[Operation]:
-        """Return an operation that conflicts with a concurrent begin or removal (rule 7)."""
+        """Return a write of the fence, for a begin or a removal (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
     async def _fence_check_operations(self) -> list[Operation]:
-        """Return a check that fails after a concurrent begin or removal (rule 7)."""
+        """Return a check of the fence, for all other changes (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [CheckVersion(path, node.stat.version)]
@@ -336,7 +345,7 @@ class WriteRegistry:
         )
 
     async def _take_ownership(self, write: str) -> bool:
-        """Make the principal the owner of an unowned write (rule 8); return False to try again."""
+        """Make the principal the owner of an unowned write (rule 8); False: try again."""
         if self._principal is None or self._principal in _UNOWNED_PRINCIPALS:
             return True
         path = self._path(write)
@@ -453,7 +462,7 @@ class WriteRegistry:
         )
 
     async def _attempt_check_operation(self, write: str, by: TaskAttempt) -> Operation:
-        """Return a step that fails if a later attempt has started (rule 10)."""
+        """Return a check that fails if a later attempt has started (rule 10)."""
         path = self._path(write, by.task)
         node = await self._znodes.get(path)
         latest_attempt = (
@@ -466,9 +475,9 @@ class WriteRegistry:
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
         """Remove a write; a task that still runs ends at its next mount (rule 5).
 
-        `expired_ms` is a time of ZooKeeper's clock: the write is removed only if it had expired
-        then, as it may have been removed and started again since. Returns whether the write was
-        removed.
+        The write is removed only if it had expired at `expired_ms`, a time of ZooKeeper's clock:
+        another process may have removed it and started it again since. Returns whether the write
+        was removed.
         """
         failure_count = 0
         while failure_count < ATTEMPTS_MAX:
@@ -481,7 +490,7 @@ class WriteRegistry:
     async def _next_removal_operations(
         self, path: str, expired_ms: int | None
     ) -> list[Operation] | bool:
-        """Return the next operations, True if the write is removed, or False if it must stay."""
+        """Return the next operations; True: the write is already removed, False: it must stay."""
         fence = await self._fence_operations()
         node = await self._znodes.get(path)
         if node is None:
@@ -497,7 +506,7 @@ class WriteRegistry:
         return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
 
     async def _task_deletions(self, path: str) -> list[Operation]:
-        """Return deletions of tasks, as many as fit into a request, which has at most 1 MiB."""
+        """Return deletions of tasks, as many as fit into one request of at most 1 MiB."""
         listing = await self._znodes.children(path)
         removals: list[Operation] = []
         for name in () if listing is None else listing.names[:TASK_REMOVALS_MAX]:
@@ -507,12 +516,12 @@ class WriteRegistry:
         return removals
 
     async def forget_expired(self) -> list[str]:
-        """Remove expired writes, among the few that one call checks; return their names."""
+        """Check a few writes, and remove the expired ones; return the names of these."""
         now_ms, names = await self._find_expired()
         return [name for name in names if await self.forget(name, expired_ms=now_ms)]
 
     async def _find_expired(self) -> tuple[int, list[str]]:
-        """Return ZooKeeper's time, and expired writes among the few that are checked (rule 5)."""
+        """Check a few writes; return ZooKeeper's time and the expired writes' names (rule 5)."""
         now_ms = await self._read_zookeeper_time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
@@ -529,7 +538,8 @@ class WriteRegistry:
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
-            # If this fails, another driver has just written the node.
+            # If this write fails, another driver has just written the node, and its time is as
+            # good.
             await self._try_write([SetNode(path, b"", node.stat.version)])
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms
@@ -539,7 +549,7 @@ class WriteRegistry:
         return self._nodes.paths.write(write) + ("" if task is None else f"/{task}")
 
     async def _try_write(self, operations: list[Operation]) -> bool:
-        """Write; return False if this failed or the outcome is unknown; the caller reads again."""
+        """Write; return False if the write failed, or if its outcome is unknown."""
         try:
             await self._znodes.write(operations)
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
@@ -553,7 +563,7 @@ def client_ids_of_other_runs(run: str, tasks: Mapping[int, TaskState]) -> dict[i
     return {
         number: int(task.client_id)
         for number, task in tasks.items()
-        if any(each != run for each in task.runs)
+        if any(task_run != run for task_run in task.runs)
     }
 
 

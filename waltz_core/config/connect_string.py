@@ -1,20 +1,20 @@
 """Parses connect strings: the hosts of ZooKeeper and the root of one cluster, in one text.
 
-Users type connect strings in Spark, in a shell and in configuration files. So this module reports
-all errors in a connect string, in one sentence each.
+Users type connect strings in Spark, in a shell and in configuration files. Each error in a connect
+string is reported in one sentence.
 
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
     zk1:2181/waltz/payments?auth=/etc/zk    and, if ZooKeeper requires authentication, an auth file
     zk1:2181/waltz/payments?tls=/etc/ca.pem and, if the cluster uses TLS, the trusted CAs
     ...?tls=/etc/ca.pem&token_file=/etc/tok  and, if servers identify clients by tokens, the token
-    ...?tls=/etc/ca.pem&token_env=TOKEN      or the environment variable that has it
+    ...?tls=/etc/ca.pem&token_env=TOKEN      or an environment variable with the token
 
 Rules:
     1. Each host has a port; an IPv6 address is in brackets: [::1]:2181.
     2. The root is never "/": a cluster does not share ZooKeeper's own root.
-    3. A connect string contains no secret: it names files, which are read where the connection is
-       made.
-    4. An option extends to the next "&" with the name of an option: a file name may contain "&".
+    3. A connect string contains no secret. It names files, which the process that connects reads.
+    4. The value of an option ends only at an "&" that is followed by the name of another option,
+       because a file name may contain "&".
 """
 
 import re
@@ -34,8 +34,9 @@ _VARIABLE_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 class ConnectString:
     """The address of a cluster: ZooKeeper's hosts, each "host:port", and the cluster's root.
 
-    `tls` has the TLS settings of its servers and storages, as `waltz_core.transport.tls` reads
-    them; empty: not specified. `token_file` or `token_env` names the place of a token.
+    `tls` is a file with TLS settings or trusted CAs for connections to servers and storages
+    (`waltz_core.transport.tls`); empty: not specified. `token_file` or `token_env` names the file
+    or the environment variable that contains a token.
     """
 
     hosts: tuple[str, ...]

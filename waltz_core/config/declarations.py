@@ -1,10 +1,11 @@
-"""All settings of all processes: default, unit, bounds, and the effect of unsuitable values.
+"""All settings of all processes: default, unit, bounds, and the cost of unsuitable values.
 
-No other module has settings of its own, so this file is the complete list. A machine gets the few
-numbers that it needs, never a config object. `settings.py` declares, loads and writes settings.
+This file is the complete list of settings: no other module declares one. A state machine gets only
+the values that it needs, never a config object. `settings.py` loads, checks and writes settings.
 
 Rules:
-    1. A name ends with its unit; a port 0 means "any free one", an `http_port` 0 means "none".
+    1. A name ends with its unit. A port 0 means "any free port", but an `http_port` 0 means "no
+       port".
     2. Sizes that are part of a format are not settings; they are declared with the format.
     3. The sentence of a setting states the cost of too small and too large values.
 
@@ -276,8 +277,8 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "storage"
 
-    # A daemon waits longer than a client: no user waits for it, and its log states what it waits
-    # for.
+    # A daemon waits longer than a client, because no user waits for the daemon, and its log states
+    # the reason.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(60_000)
     directory: str = setting(
         "",
@@ -459,8 +460,8 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "server"
 
-    # A daemon waits longer than a client: no user waits for it, and its log states what it waits
-    # for.
+    # A daemon waits longer than a client, because no user waits for the daemon, and its log states
+    # the reason.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(60_000)
     listen_host: str = setting(
         "127.0.0.1",

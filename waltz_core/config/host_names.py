@@ -1,7 +1,7 @@
 """Checks whether a text is a valid host.
 
-Settings and connect strings reject invalid hosts. The simulator reads settings, so this module must
-not import `dns_lookup.py`, which has threads.
+Settings and connect strings reject invalid hosts. This module must not import `dns_lookup.py`,
+which uses threads: the simulator also reads settings.
 """
 
 import ipaddress

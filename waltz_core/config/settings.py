@@ -1,15 +1,16 @@
 """Declares, loads, checks and writes the settings of a process.
 
-`declarations.py` has the list of settings. This module knows no setting by name except `connect`,
-which all kinds have.
+`declarations.py` contains the list of settings. This module depends on only one setting by name:
+`connect`, which all kinds of processes have.
 
 Rules:
-    1. A value comes from the first source that has it: flag, environment, file, default.
+    1. A value comes from the first source that contains it: flag, environment, file, default.
     2. The environment variable for `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT`
-       applies to every kind with a `connect` that its file does not set: a value for commands in a
-       shell must not connect a daemon to another cluster.
-    3. An unknown name is an error with the nearest valid one, in a file and in the environment.
-    4. Errors about values name the source: expected, found, where.
+       applies to every kind of process, unless its configuration file sets `connect`. Otherwise a
+       value for commands in a shell could connect a daemon to another cluster.
+    3. An unknown name, in a file or in the environment, is an error. The error suggests the most
+       similar valid name.
+    4. An error about a value states the expected value, the found value, and the source.
 """
 
 import difflib
@@ -167,7 +168,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         with open(path, "rb") as handle:
             values = tomllib.load(handle)
-        repr(values)  # raises for a number of over 4,300 digits, which no error could show
+        repr(values)  # raises for a number of more than 4,300 digits, which cannot be printed
     except OSError as error:
         raise BadConfig(f"cannot read settings file {os.fspath(path)}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -228,8 +229,8 @@ def _missing_setting_text(config_type: type[Config], name: str) -> str:
 
 def first_names_text(names: Sequence[str], count_max: int) -> str:
     """Return the first names, separated by commas, with "..." if there are more."""
-    more = ", ..." if len(names) > count_max else ""
-    return ", ".join(names[:count_max]) + more or "none"
+    suffix = ", ..." if len(names) > count_max else ""
+    return ", ".join(names[:count_max]) + suffix or "none"
 
 
 def nearest_name_hint(name: str, known_names: list[str]) -> str:

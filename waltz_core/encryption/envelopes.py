@@ -11,13 +11,13 @@ are big-endian.
     rest   ciphertext, with 16 bytes of tag
 
 Rules (docs/decisions/064):
-    1. A call encrypts one payload, or the payloads of a column. For each key ID, it reads a random
-       salt from the operating system. The AES-GCM key is derived from key and salt, and the nonce
-       is the row number. So no nonce repeats under one key, even after a fork.
-    2. The associated data is magic, key ID, partition and application header. The cluster key is
-       not part of it: a restored cluster has another cluster key.
-    3. A payload that cannot be decrypted is returned as null, with a reason. Only a key provider
-       that does not answer causes an error.
+    1. A call encrypts one payload, or the payloads of a column. For each key ID, the call reads a
+       random salt from the operating system, and derives an AES-GCM key from the key and the salt.
+       The nonce is the row number. So no nonce repeats under one AES-GCM key, even after a fork.
+    2. The associated data is magic, key ID, partition and application header. It does not contain
+       the cluster key, because a restored cluster has another cluster key.
+    3. A payload that cannot be decrypted is returned as null, with a reason. An error is raised
+       only if the key provider does not answer.
     4. A payload that does not begin with the magic was not encrypted. It is returned unchanged,
        unless encryption is required.
 """

@@ -3,12 +3,12 @@
 Options and settings contain a reference to the keys, never a key.
 
 Rules (docs/decisions/064):
-    1. A key is used for at most `KEY_LIFETIME_S` after it was received from its provider: after
-       this time, a key that the provider has destroyed cannot be used any more.
-    2. A missing key is cached in the same way. The cache has at most `CACHED_KEYS_MAX` IDs: IDs are
-       read from the log, and a writer chooses them.
-    3. Only a provider that answers can state that there is no key. If it cannot answer, the call
-       fails: a reader must not treat an outage as a destroyed key.
+    1. A cached key is used for at most `KEY_LIFETIME_S`. So a key that the provider has destroyed
+       is not used any more after this time.
+    2. The cache also stores which keys are missing. It contains at most `CACHED_KEYS_MAX` IDs,
+       because the IDs come from the log, and writers choose them.
+    3. A key counts as missing only if the provider answers that it does not exist. If the provider
+       does not answer, the call fails: a reader must not treat an outage as a destroyed key.
 """
 
 import importlib
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 KEY_BYTES: Final = 32
 KEY_LIFETIME_S: Final = 60.0
 CACHED_KEYS_MAX: Final = 10_000
-# The maximum number of cached derived keys for each key. Batches that are read at the same time
-# need one each.
+# The maximum number of cached AES-GCM keys for each key. Each batch that is read at the same time
+# needs one.
 _DERIVED_KEYS_MAX: Final = 16
 _HKDF_INFO: Final = b"waltz payload 1"
 
@@ -81,8 +81,8 @@ class KeyCache:
         self.name = name
         self._provider = provider
         self._clock = clock
-        # NB: there is no lock, which a fork could copy in a locked state: each access is one
-        # operation.
+        # NB: there is no lock, because a fork could copy it in a locked state. Each access is one
+        # atomic operation.
         self._cached: OrderedDict[str, _CachedKey] = OrderedDict()
 
     def __reduce__(self) -> NoReturn:
@@ -139,9 +139,12 @@ def _check_secret(secret: object, key_id: str, name: str) -> bytes:
 def key_cache_for(reference: str) -> KeyCache:
     """Return the cache for the keys at a reference; a process has one cache per reference.
 
-    `reference` is a directory with one file for each key: the file name is the key ID, the content
-    is 64 hexadecimal digits. Or it is "module:function": a function that takes a key ID and returns
-    32 bytes, or None if the key does not exist.
+    `reference` has one of two forms:
+
+        - A directory with one file for each key: the file name is the key ID, and the content is 64
+          hexadecimal digits.
+        - "module:function": a function that takes a key ID and returns 32 bytes, or None if the key
+          does not exist.
 
     Raises:
         BadConfig: the directory or function does not exist, or the package `cryptography` is

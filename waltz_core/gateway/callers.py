@@ -1,17 +1,17 @@
-"""A client for each caller: it presents the caller's token, so the servers check its permissions.
+"""Keeps a client for each caller, so that the servers check the permissions of the caller.
 
 Rules (decision 066):
-    1. The gateway has no permissions of its own. A request with a token is sent on connections with
-       this token. A request without a token is sent on connections without a token, as `anonymous`.
-       If the gateway has a certificate, it rejects requests without a token: the servers would
-       treat them as requests of the certificate's principal.
+    1. The gateway has no permissions of its own. For a request with a token, it uses connections
+       with this token. For a request without a token, it uses connections without a token, so the
+       principal is `anonymous`. But if the gateway has a certificate, the principal would be that
+       of the certificate; therefore such a gateway rejects requests without a token.
     2. The gateway keeps tokens in memory only, and finds a caller by the hash of its token.
-    3. The gateway presents a new token to a server before the first request, so that an invalid
-       token is rejected at once. The gateway forgets a caller if a server rejects its token, or if
-       an error has ended a stream of its client. The next request of this caller opens a new
-       client.
-    4. There are at most `CALLERS_MAX` callers. A caller is closed after `IDLE_S_MAX` without a
-       request; if there are too many, the gateway closes the caller that was idle for the longest
+    3. Before the first request with a token, the gateway presents the token to a server, so that an
+       invalid token is rejected at once. If a server rejects the token later, or if an error ends a
+       stream of the caller's client, the gateway forgets the caller. The next request of this
+       caller opens a new client.
+    4. The gateway closes a caller after `IDLE_S_MAX` without a request. It keeps at most
+       `CALLERS_MAX` callers; at this limit, it closes the caller that was idle for the longest
        time.
 """
 
@@ -89,7 +89,7 @@ class Callers:
             caller.is_unusable = True
             raise
         except errors.OutcomeUnknown:
-            raise  # for any reason, the caller must repeat the request
+            raise  # the caller must repeat the request, whatever the reason
         except errors.Unavailable:
             await self.check_token(caller)
             raise
@@ -215,10 +215,10 @@ class Callers:
     async def _evict_idle_caller(self) -> None:
         if len(self._callers) < CALLERS_MAX:
             return
-        idle = [each for each in self._callers.values() if not each.request_count]
+        idle = [caller for caller in self._callers.values() if not caller.request_count]
         if not idle:
             raise errors.Overloaded(f"the gateway has requests of {CALLERS_MAX} callers")
-        oldest = min(idle, key=lambda each: each.idle_since_s)
+        oldest = min(idle, key=lambda caller: caller.idle_since_s)
         del self._callers[oldest.token_hash]
         await oldest.close()
 

@@ -1,14 +1,14 @@
 """The gateway process: its ports, its session with ZooKeeper, its metrics and its shutdown.
 
 Rules:
-    1. The gateway keeps no state: applications may use several gateways, and restart them at any
-       time.
-    2. The gateway needs ZooKeeper to start. Later, it needs ZooKeeper only to find partitions that
-       have moved.
+    1. The gateway stores nothing on disk: applications may use several gateways, and operators may
+       restart a gateway at any time.
+    2. The gateway needs ZooKeeper to start. Later, it needs ZooKeeper only to find the owners of
+       partitions that have moved.
     3. The gateway listens on a non-loopback address only with TLS, or with `insecure_network`,
        because requests contain tokens.
-    4. A token in the connect string is an error, because callers without a token would use its
-       permissions.
+    4. A token in the connect string is an error, because callers without a token would get the
+       permissions of this token.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def run(config: GatewayConfig) -> None:
     try:
         net.run(serve(config, on_ready=_print_ready))
     except BaseExceptionGroup as group:
-        # A single error is easier to read than a tree of tasks.
+        # A single error is easier to read than an exception group.
         waltz_errors, _ = group.split(errors.WaltzError)
         if waltz_errors is None:
             raise

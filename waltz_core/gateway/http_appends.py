@@ -3,8 +3,8 @@
 Rules:
     1. Each transaction has its own outcome, in the order of the request. A request is not atomic.
     2. The transactions of one partition enter the log in the order of the request.
-    3. The status is 200 if all transactions are committed. Otherwise it is the status of the worst
-       outcome: a transaction whose outcome is unknown before one that is not in the log.
+    3. The status is 200 if all transactions are committed, and otherwise the status of the worst
+       outcome. An unknown outcome is worse than a transaction that is not in the log.
 """
 
 from collections.abc import Sequence

@@ -2,16 +2,16 @@
 
 Rules:
     1. Each feed has a separate client, because a client has only one feed for each partition.
-    2. If a reader is slow, one batch of events waits for it, of about `BATCH_BYTES_MAX`. Then the
-       feed pauses: the client requests no more data, and the server's buffer for it is bounded. The
-       HTTP port closes the connection of a reader that reads nothing for a time (http_port.py, rule
-       5).
-    3. After `HEARTBEAT_S` without a transaction the gateway sends a heartbeat with the mark. A
-       filter moves the mark past transactions that do not match.
-    4. If an error ends the feed, the error is the last event. The gateway checks the position and
-       the permissions before the response begins, so that most errors determine the status of the
-       response. At each heartbeat, the gateway checks the token, because the client would only wait
-       until its token is valid again.
+    2. A slow reader must not use unlimited memory. At most one batch of events, of about
+       `BATCH_BYTES_MAX`, waits for the reader. Then the feed pauses: the client requests no more
+       data, and the server's buffer for this client is bounded. If a reader reads nothing for a
+       time, the HTTP port closes its connection (http_port.py, rule 5).
+    3. After `HEARTBEAT_S` without a transaction, the gateway sends a heartbeat with the mark of the
+       feed. With a filter, this mark also advances past transactions that do not match.
+    4. The gateway checks the position and the permissions before the response begins, so that most
+       errors determine the status of the response. A later error that ends the feed is the last
+       event. At each heartbeat, the gateway checks the token, because the client itself would not
+       report an invalid token: it waits until the token is valid again.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ JSON_LINES_TYPE: Final = "application/x-ndjson"
 
 
 class _EventBatch(NamedTuple):
-    """Consecutive events of a feed with their marks, and the mark after all of them."""
+    """Consecutive events of a feed with their marks, and the mark after the last event."""
 
     events: Sequence[tuple[int, dict[str, Any]]]
     mark: int
@@ -52,7 +52,7 @@ EncodeEvent = Callable[[int, dict[str, Any] | None], bytes]
 
 
 def feed_client_config(config: ClientConfig) -> ClientConfig:
-    """Return the settings for the client of a feed; its prefetch is small, as there are many."""
+    """Return the settings for the client of a feed; it prefetches little, as there are many."""
     return replace(config, feed_prefetch_count_max=PREFETCH_COUNT_MAX)
 
 
@@ -64,18 +64,18 @@ class HttpFeed:
     def __init__(self, client: AsyncWaltzClient, partition: int, mark: int) -> None:
         self._client = client
         self._partition = partition
-        self._mark = mark  # of the events that were yielded
+        self._mark = mark  # the mark after the events that were yielded
         self._event_batches: asyncio.Queue[_EventBatch] = asyncio.Queue(
             1
         )  # full: `apply` waits (rule 2)
         client.subscriptions.data_budget = DataBudget(CACHE_BYTES_MAX)
 
     async def check_start(self) -> None:
-        """Check that the log has the position, and that the caller may read it (rule 4).
+        """Check that the log contains the position, and that the caller may read it (rule 4).
 
         Raises:
             PermissionDenied, AuthenticationFailed: the caller may not read the partition.
-            ClientAheadOfLog, BeforeLogStart: the log does not have the position.
+            ClientAheadOfLog, BeforeLogStart: the log does not contain the position.
         """
         last = await self._client.high_water_mark(self._partition)
         if self._mark > last:
@@ -124,7 +124,7 @@ class HttpFeed:
         except errors.AuthenticationFailed:
             raise
         except (errors.Unavailable, errors.ProtocolError):
-            return  # the client of the feed tries again, and logs it
+            return  # the client of the feed tries again, and logs the error
 
     # --- the consumer of the client's feed
 
@@ -170,9 +170,9 @@ class HttpFeed:
             waltz_error = (
                 error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
             )
-            before = transaction_id - 1
+            last_mark = transaction_id - 1
             await self._event_batches.put(
-                _EventBatch([(before, error_fields(waltz_error))], before, is_last=True)
+                _EventBatch([(last_mark, error_fields(waltz_error))], last_mark, is_last=True)
             )
         return policy
 
@@ -192,5 +192,5 @@ def as_server_sent_event(mark: int, fields: dict[str, Any] | None) -> bytes:
 
 
 def as_json_line(mark: int, fields: dict[str, Any] | None) -> bytes:
-    """Encode an event as a line; a heartbeat has the mark only."""
+    """Encode an event as a line; a heartbeat contains only the mark."""
     return strict_json.to_json({"mark": mark} if fields is None else fields) + b"\n"

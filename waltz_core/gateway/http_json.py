@@ -37,6 +37,6 @@ def error_response(error: errors.WaltzError) -> Response:
 def json_response(
     value: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a response with JSON, which browsers neither store nor give to other origins."""
+    """Return a response with JSON, which browsers neither store nor pass to other origins."""
     body = strict_json.to_json(value) + b"\n"
     return Response(body, status, _HEADERS | (headers or {}), media_type="application/json")

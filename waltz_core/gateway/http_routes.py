@@ -5,8 +5,8 @@ Rules:
        `json_errors.py`.
     2. `openapi.OPERATIONS` is the table of the operations for applications: the routes, the metrics
        and the OpenAPI document use the same names. The console has its own operations and pages.
-    3. An exception that is no `WaltzError` is logged and answered with status 500. In a feed that
-       has begun, it ends the connection.
+    3. An exception that is not a `WaltzError` is logged and answered with status 500. In a feed
+       that has begun, the exception ends the connection.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 RANGE_BYTES_MAX: Final = 1024 * 1024
-# After these errors the client's stream of the partition continues.
+# After these errors, the stream of the client continues.
 _NON_FATAL_ERRORS: Final = (errors.Superseded, errors.Unavailable, errors.UsageError)
 
 HttpHandler: TypeAlias = Callable[[Request, Caller], Awaitable[Response]]
@@ -112,7 +112,7 @@ class GatewayRoutes:
         has_tls = bool(config.https_certificate)
         self._console = ConsoleRoutes(self.viewer, self.changes, self._body_memory, has_tls=has_tls)
         self._must_check_host = is_loopback(config.listen_host) and not has_tls
-        self._round_robin_count = 0  # chooses the partition if a request has none
+        self._round_robin_count = 0  # selects the partition if a request names none
         self.feed_count = 0
 
     def asgi_app(self) -> Starlette:
@@ -124,12 +124,18 @@ class GatewayRoutes:
             "feed": self._open_feed,
         }
         routes = [
-            Route(each.path, self._endpoint(each.name, handlers[each.name]), methods=[each.method])
-            for each in openapi.OPERATIONS
+            Route(
+                operation.path,
+                self._endpoint(operation.name, handlers[operation.name]),
+                methods=[operation.method],
+            )
+            for operation in openapi.OPERATIONS
         ]
         routes += [
-            Route(each.path, self._endpoint(each.name, handler), methods=[each.method])
-            for each, handler in self._console.operations()
+            Route(
+                operation.path, self._endpoint(operation.name, handler), methods=[operation.method]
+            )
+            for operation, handler in self._console.operations()
         ]
         routes += [*page_routes(), Route(openapi.DOCUMENT_PATH, _openapi_document)]
         app = Starlette(
@@ -196,7 +202,7 @@ class GatewayRoutes:
                 answer = await append_transactions(
                     caller.client, with_default_partition(rows, self._round_robin_count % count)
                 )
-        caller.is_unusable |= any(_makes_client_unusable(each) for each in answer.errors)
+        caller.is_unusable |= any(_makes_client_unusable(error) for error in answer.errors)
         self._count_committed(answer)
         if answer.status == 503 and len(answer.errors) == len(rows):
             await self._parts.callers.check_token(caller)
@@ -204,7 +210,7 @@ class GatewayRoutes:
 
     def _count_committed(self, answer: AppendReply) -> None:
         outcomes = answer.body["outcomes"]
-        committed = sum("transaction_id" in each for each in outcomes)
+        committed = sum("transaction_id" in outcome for outcome in outcomes)
         self._parts.metrics.add("waltz_gateway_appended_transactions_total", committed)
 
     # --- marks and ranges
@@ -267,8 +273,8 @@ class GatewayRoutes:
         except BaseException:
             await stack.aclose()
             raise
-        # In a separate task: if the response is cancelled, everything that it awaits is cancelled,
-        # too.
+        # The cleanup runs in a separate task, because a cancelled response also cancels everything
+        # that it awaits.
         on_end = partial(self._parts.tasks.create_task, stack.aclose())
         return _FeedResponse(reader.events(headers, encode), media, on_end)
 

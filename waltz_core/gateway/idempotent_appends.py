@@ -1,29 +1,31 @@
 """Appends with an idempotency key: each enters the log once, even if its request is repeated.
 
-A key is an exactly-once write of the registry (`cluster/write_registry.py`, decisions 032 and 066)
-with one task. So it holds across restarts of the gateway, and across several gateways.
+For each key, the registry of exactly-once writes contains a write with one task
+(`cluster/write_registry.py`, decisions 032 and 066). So the guarantee also holds across restarts of
+the gateway, and across several gateways.
 
 Rules:
-    1. The registry records the write, with the marks of its partitions, before anything is
-       appended. Each attempt claims the task of the write: the attempt gets the client ID of the
-       task, and the servers reject appends of earlier attempts.
-    2. If a request has n transactions in one partition, they have the sequence numbers k * n + 1 to
-       k * n + n. The number k is higher each time that they are sent. So the request ID of a
-       transaction in the log identifies the transaction, even if two of them are equal.
-    3. A later attempt first mounts its partitions, which makes all appends of earlier attempts
-       final. It finds the transactions that are already in the log by the client ID, and sends the
-       others.
+    1. Before the first append, the registry records the write and the marks of its partitions. Each
+       attempt claims the task of the write: the attempt gets the client ID of the task, and from
+       then on the servers reject appends of earlier attempts.
+    2. A transaction in the log must be traceable to its position in the request, even if two
+       transactions are equal. So n transactions of a request in one partition get the sequence
+       numbers k * n + 1 to k * n + n. The number k increases each time that they are sent. Example:
+       with n = 3, the second transaction has sequence number 2, then 5, then 8.
+    3. A later attempt first mounts its partitions, so that all appends of earlier attempts are
+       final. It then finds its transactions in the log by the client ID, and sends only the missing
+       transactions.
     4. If a transaction is not in the log for a temporary reason, the attempt sends it again, before
        all later transactions.
     5. When the write is finished, the registry stores all outcomes, including rejections. Each
-       later request gets these outcomes.
-    6. The name of the run is the hash of the request, so a key cannot be used for two different
-       requests.
+       repetition of the request gets these outcomes.
+    6. The registry stores the hash of the request as the name of the run, so a key cannot be used
+       for two different requests.
     7. Only the latest attempt may finish the write, because a later attempt may append a
-       transaction that a lock had rejected before.
+       transaction that was rejected because of a lock in an earlier attempt.
     8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
-       `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because a concurrent
-       change forces others to start again.
+       `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because concurrent
+       changes of the registry conflict, and must then be repeated.
 """
 
 import asyncio
@@ -50,7 +52,7 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 RESEND_DELAY_S: Final = 0.05
 _WRITE_PREFIX: Final = "http-"
 _TASK_ID: Final = 0
-_MARK_ABOVE_LOG: Final = -2  # instead of a winner: the transaction's mark is above the log's
+_MARK_ABOVE_LOG: Final = -2  # instead of a winner: the mark is above the log's last transaction
 _TAKEN_OVER_TEXT: Final = (
     "another request with the same idempotency key has taken over. Hint: repeat the request. Use a "
     "client timeout that is longer than an append takes: each repetition interrupts the request "
@@ -62,7 +64,7 @@ _INTERRUPTING_ERRORS: Final = (errors.Unavailable, errors.Superseded, errors.Per
 
 
 class _Rejection(NamedTuple):
-    """The reason of a rejection: winner of the lock or `_MARK_ABOVE_LOG`, and a mark of the log."""
+    """Why a transaction was rejected: the winner of the lock (or `_MARK_ABOVE_LOG`), and a mark."""
 
     winner: int
     high_water_mark: int
@@ -138,7 +140,7 @@ class IdempotentAppends:
                     _registry_summary(outcomes, request_hash),
                     TaskAttempt(_TASK_ID, claim.state.attempt),
                 )
-                async with self._registry_slots:  # rule 7
+                async with self._registry_slots:  # rules 7 and 8
                     return await caller.writes.finish(write, summary, self._retention_ms, by=by)
             except errors.ConnectionSuperseded:
                 raise
@@ -153,12 +155,17 @@ class IdempotentAppends:
         try:
             async with asyncio.timeout(self._timeout_s):
                 for partition in sorted({row.partition for row in rows}):
-                    positions = [at for at, row in enumerate(rows) if row.partition == partition]
+                    positions = [
+                        position for position, row in enumerate(rows) if row.partition == partition
+                    ]
                     task = _PartitionAppend(
-                        client, claim, partition, [rows[at] for at in positions]
+                        client, claim, partition, [rows[position] for position in positions]
                     )
                     partition_outcomes = await task.append()
-                    outcomes |= {positions[at]: each for at, each in partition_outcomes.items()}
+                    outcomes |= {
+                        positions[position]: outcome
+                        for position, outcome in partition_outcomes.items()
+                    }
         except TimeoutError:
             raise errors.OutcomeUnknown(f"no outcome within {self._timeout_s:g} s") from None
         return outcomes
@@ -208,14 +215,16 @@ class _PartitionAppend:
         ):
             headers = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
             own_headers = headers[headers["req_id"]["client_id"] == self._claim.state.client_id]
-            for each in own_headers:
-                sequence = int(each["req_id"]["sequence"])
-                self._outcomes[(sequence - 1) % count] = TransactionId(int(each["transaction_id"]))
+            for header in own_headers:
+                sequence = int(header["req_id"]["sequence"])
+                self._outcomes[(sequence - 1) % count] = TransactionId(
+                    int(header["transaction_id"])
+                )
                 highest_sequence = max(highest_sequence, sequence)
         self._sequence_base = -(-highest_sequence // count) * count
 
     async def _send_missing(self) -> bool:
-        """Send the transactions without an outcome, in order; return whether all have one now."""
+        """Send the transactions without an outcome, in order; return whether all are final now."""
         for first, last in self._runs_to_send():
             rows = self._rows[first : last + 1]
             sequences = {self._partition: self._sequence_base + first + 1}
@@ -224,7 +233,7 @@ class _PartitionAppend:
                 self._partition,
                 _payload_of(rows),
                 len(rows),
-                client_high_water_mark=BEFORE_FIRST,  # each row has its own
+                client_high_water_mark=BEFORE_FIRST,  # each row has its own mark
             )
             if not self._record_outcomes(first, await future):
                 return False
@@ -233,13 +242,15 @@ class _PartitionAppend:
     def _runs_to_send(self) -> Iterator[tuple[int, int]]:
         """Yield the first and the last position of rows to send together."""
         first, size = -1, 0
-        for at, row in enumerate(self._rows):
-            is_known = at in self._outcomes
+        for position, row in enumerate(self._rows):
+            is_known = position in self._outcomes
             if first >= 0 and (is_known or size + len(row.data) > BATCH_BYTES_MAX):
-                yield first, at - 1
+                yield first, position - 1
                 first = -1
             if not is_known:
-                first, size = (at, len(row.data)) if first < 0 else (first, size + len(row.data))
+                first, size = (
+                    (position, len(row.data)) if first < 0 else (first, size + len(row.data))
+                )
         if first >= 0:
             yield first, len(self._rows) - 1
 
@@ -289,11 +300,13 @@ def _registry_summary(
     outcomes: Mapping[int, TransactionId | _Rejection], request_hash: str
 ) -> dict[str, Any]:
     """Return the summary that the registry stores: about 40 bytes for each transaction."""
-    ordered = [outcomes[at] for at in range(len(outcomes))]
+    ordered = [outcomes[position] for position in range(len(outcomes))]
     return {
         "request": request_hash,
-        "ids": [BEFORE_FIRST if isinstance(each, _Rejection) else each for each in ordered],
-        "rejections": [list(each) for each in ordered if isinstance(each, _Rejection)],
+        "ids": [
+            BEFORE_FIRST if isinstance(outcome, _Rejection) else outcome for outcome in ordered
+        ],
+        "rejections": [list(outcome) for outcome in ordered if isinstance(outcome, _Rejection)],
     }
 
 

@@ -4,8 +4,8 @@ Rules:
     1. `type` is the name of a class of `waltz_core.errors`; docs/reference/errors.md lists them.
     2. Without an idempotency key, a transaction with an error is not in the log, with two
        exceptions: `OutcomeUnknown` (status 504), and a failure of the gateway (status 500). With a
-       key, a request with status 5xx may have appended transactions. The client finds out by
-       sending the same request again.
+       key, a request with status 5xx may have appended transactions. To learn the outcome, the
+       application sends the same request again.
     3. A response with status 429 or 503 has `Retry-After`.
 """
 
@@ -53,7 +53,7 @@ def error_fields(error: errors.WaltzError) -> dict[str, Any]:
     kind = type(error).__name__
     if isinstance(error, errors.RequestRejected) and error.expected:
         details = {"expected": error.expected, "found": error.found, "hint": error.hint}
-        present_details = {name: each for name, each in details.items() if each != ""}
+        present_details = {name: detail for name, detail in details.items() if detail != ""}
         return {"type": kind, "error": str(error), **present_details}
     message, _, hint = str(error).partition(" Hint: ")
     fields: dict[str, Any] = {"type": kind, "error": message}

@@ -157,9 +157,10 @@ _SCHEMAS: Final[dict[str, Any]] = {
 def openapi_document() -> dict[str, Any]:
     """Return the OpenAPI document with all operations."""
     paths: dict[str, Any] = {}
-    for each in OPERATIONS:
-        paths[each.path] = {
-            each.method.lower(): _OPERATION_DETAILS[each.name] | _common_details(each)
+    for operation in OPERATIONS:
+        paths[operation.path] = {
+            operation.method.lower(): _OPERATION_DETAILS[operation.name]
+            | _common_details(operation)
         }
     return {
         "openapi": "3.1.0",
@@ -200,7 +201,7 @@ def _response(text: str, schema: str) -> dict[str, Any]:
 
 
 def _error_response(status: int) -> dict[str, Any]:
-    types = sorted({kind.__name__ for kind, each in HTTP_STATUSES if each == status})
+    types = sorted({kind.__name__ for kind, http_status in HTTP_STATUSES if http_status == status})
     response = _response(f"An error, such as {', '.join(types)}.", "Error")
     if status in (429, 503):
         text = "The seconds after which to repeat the request."

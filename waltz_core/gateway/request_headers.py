@@ -1,12 +1,14 @@
-"""Checks request headers, and so protects a gateway on loopback from web pages.
+"""Checks request headers, to protect a gateway on loopback from malicious web pages.
 
 Rules:
-    1. A body has `Content-Type: application/json`. A web page may send this header to another
-       origin only if the answer to a preflight request permits it, and the gateway permits nothing.
+    1. A body must have `Content-Type: application/json`. A browser sends this header to another
+       origin only after a preflight request that the gateway would have to permit. The gateway
+       permits none.
     2. On loopback without TLS, `Host` must be an IP address or `localhost`. Otherwise a web page
-       could reach the gateway under the page's own name (DNS rebinding). On other addresses without
-       TLS, this holds for changes of the cluster by callers without a token.
-    3. The gateway does not decode bodies, and does not choose one of two idempotency keys.
+       could send requests to the gateway under the page's own host name (DNS rebinding). On other
+       addresses without TLS, the rule applies only to changes of the cluster by callers without a
+       token.
+    3. The gateway rejects compressed bodies, and requests with two idempotency keys.
 """
 
 from collections.abc import Mapping
@@ -32,7 +34,7 @@ class RequestHeaders(Protocol):
 def check_content_headers(headers: RequestHeaders) -> None:
     """Check the type and the encoding of a body; raises UnsupportedMediaType (rules 1 and 3)."""
     kinds = headers.getlist("content-type")
-    if [each.partition(";")[0].strip().lower() for each in kinds] != [JSON_TYPE]:
+    if [media_type.partition(";")[0].strip().lower() for media_type in kinds] != [JSON_TYPE]:
         raise UnsupportedMediaType(
             "header Content-Type", expected=JSON_TYPE, found=", ".join(kinds) or None
         )
@@ -46,7 +48,7 @@ def check_content_headers(headers: RequestHeaders) -> None:
 def check_local_host(
     headers: Mapping[str, str], reason: str = "the gateway listens on loopback"
 ) -> None:
-    """Check that the host is no name of a web page; raises RequestRejected (rule 2)."""
+    """Check that the host is not the name of a web page; raises RequestRejected (rule 2)."""
     host = headers.get("host", "")
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if not is_ip_address(name) and name.lower() != "localhost":

@@ -1,16 +1,16 @@
 """Parses and checks requests: the bodies of appends, and query parameters.
 
 Rules:
-    1. An unknown field or parameter is an error, because it may be a misspelled one. A field that
-       occurs twice, and Base64 that is not canonical, are errors, too: JSON readers treat them
-       differently.
-    2. `mark` is required with write locks and read locks. Only the caller has the mark of the state
-       from which it has computed the transaction.
-    3. A transaction is in the partition that it names, otherwise in the partition of its first
-       lock. If it has neither, the partition of the request applies, which is the same in each
-       retry with the same idempotency key.
+    1. An unknown field or parameter is an error, because its name may be misspelled. Duplicate
+       fields and non-canonical Base64 are errors, because decoders treat them differently.
+    2. `mark` is required with write locks and read locks, because only the caller knows the mark of
+       the state from which it has computed the transaction.
+    3. The partition of a transaction is the partition that it names, or else the partition of its
+       first lock. A transaction with neither gets the default partition of the request, which is
+       the same in each retry with the same idempotency key.
     4. All bodies in memory together have at most `memory_bytes_max` bytes.
-    5. A request has at most `LOCKS_MAX` locks: the event loop hashes them in one step.
+    5. A request has at most `LOCKS_MAX` locks, because the event loop hashes all of them in one
+       step.
 """
 
 import base64
@@ -121,8 +121,8 @@ def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction
         )
     transactions: list[NewTransaction] = []
     lock_count = 0
-    for at, row in enumerate(rows):
-        transaction = _parse_transaction(row, f"transactions[{at}]", partition_count)
+    for position, row in enumerate(rows):
+        transaction = _parse_transaction(row, f"transactions[{position}]", partition_count)
         lock_count += sum(map(len, transaction[3:6]))
         if lock_count > LOCKS_MAX:  # rule 5
             raise errors.TooLarge(
@@ -218,7 +218,8 @@ def _parse_locks(value: object, field_name: str) -> tuple[int, ...]:
             found=f"{len(value)} locks" if isinstance(value, list) else value,
         )
     return check_locks(
-        field_name, [_parse_lock(each, f"{field_name}[{at}]") for at, each in enumerate(value)]
+        field_name,
+        [_parse_lock(lock, f"{field_name}[{position}]") for position, lock in enumerate(value)],
     )
 
 
@@ -291,8 +292,10 @@ class UrlParameters:
         """Return the parameter `partition`, such as `0,3`; empty if it is not given."""
         text = self._values.get("partition")
         return tuple(
-            check_partition(parse_integer(each), "query parameter partition", partition_count)
-            for each in (() if text is None else text.split(","))
+            check_partition(
+                parse_integer(number_text), "query parameter partition", partition_count
+            )
+            for number_text in (() if text is None else text.split(","))
         )
 
     def headers(self) -> tuple[int, ...]:
@@ -303,8 +306,8 @@ class UrlParameters:
         if len(parts) > HEADERS_MAX:
             raise RequestRejected(field_name, expected=f"at most {HEADERS_MAX} headers", found=text)
         return tuple(
-            check_integer(parse_integer(each), field_name, minimum=-limit, maximum=limit - 1)
-            for each in parts
+            check_integer(parse_integer(number_text), field_name, minimum=-limit, maximum=limit - 1)
+            for number_text in parts
         )
 
 

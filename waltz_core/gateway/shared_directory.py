@@ -1,8 +1,8 @@
 """Gives all clients of a process the owners of partitions, through one session with ZooKeeper.
 
 A gateway has a client for each caller and for each feed, and a short-lived client for each request
-with an idempotency key. A session for each client would load ZooKeeper, and delay each client until
-its session is open.
+with an idempotency key. If each client had a session with ZooKeeper, the load on ZooKeeper would be
+high, and each client would have to wait until its session is open.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The client's interfaces that reads at a 0.13 server need, and the results of these reads."""
+"""The interfaces that reads at a 0.13 server need, and the results of these reads."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar

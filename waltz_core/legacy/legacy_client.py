@@ -1,19 +1,21 @@
 """Adapter for Waltz 0.13 clients: translates partition responses into messages they understand.
 
-Up to version L 4, the protocol has no messages for the outcome of an append, for a rejection, or
-for the end of a mount. The adapter is between partitions and links. It translates every answer into
-a message that such a client understands, or drops the answer. It never sends a false statement.
-docs/decisions/020 lists each state in which a client might wait forever, and how this state ends.
+Up to version 4, the client protocol (protocol L) has no messages for three events: the outcome of
+an append, a rejection, and the end of a mount. The adapter is between the server's partitions and a
+connection. It translates each answer into a message that a 0.13 client understands, or drops the
+answer. It never sends a message that is not true. docs/decisions/020 lists each state in which a
+client might wait forever, and how this state ends.
 
 Rules:
-    1. A failed append is reported only when the failure is final: by LOCK_FAILURE, or by the answer
-       to a flush. The client sends a flush after its mount, and every 5 s while an append is open.
+    1. The adapter reports a failed append only when the failure is final: by LOCK_FAILURE, or by
+       the answer to a flush. The client sends a flush after its mount, and every 5 s while an
+       append has no outcome.
     2. The adapter reports the end of a mount as NOT_READY, with the request ID of the mount. The
        client then mounts again on the same connection, and flushes. The adapter sends this report
        once for each mount.
-    3. The adapter closes a connection in the cases in which 0.13 closes it, and if a high-water
-       mark cannot be reported. The client then reconnects with the next connection sequence,
-       mounts, and requests the mark again.
+    3. The adapter closes a connection in all cases in which a 0.13 server closes it. It also closes
+       a connection if it cannot report a high-water mark. The client then reconnects with the next
+       connection sequence, mounts, and requests the mark again.
     4. A request gets no answer if its mount is not the latest mount of the connection.
     5. After the report of rule 2, a client may continue to use the ended mount for at most
        `MOUNT_WAIT_S`. A client that still uses it has not processed the report, so the adapter
@@ -60,7 +62,7 @@ MOUNT_WAIT_S: Final = 5.0
 _NOT_FOUND_TEXT: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
 _NOT_READY_TEXT: Final = "partition not ready"
 
-# If a row was rejected for one of these reasons, it is not in the log, and its client must mount
+# A row that was rejected for one of these reasons is not in the log, and the client must mount
 # again.
 _MOUNT_ENDING_REASONS: Final = frozenset(
     (
@@ -101,7 +103,7 @@ _NOT_OWNER_CODES: Final = frozenset(
 
 @value(frozen=True, slots=True)
 class EncodedFrames:
-    """Complete frames of the agreed version."""
+    """Complete frames, in the protocol version of the connection."""
 
     data: bytes
 
@@ -144,8 +146,8 @@ class LegacyClientAdapter:
         assert version <= VERSION_MAX
         self._version = version
         self._mounts: dict[PartitionId, _LegacyMount] = {}
-        # When the end of a partition's mount was last reported, if the partition has no mount now
-        # (rule 5).
+        # The time of the last report that a mount has ended, for partitions without a mount (rule
+        # 5).
         self._mount_ended_s: dict[PartitionId, float] = {}
         self._is_closing = False
 
@@ -153,7 +155,7 @@ class LegacyClientAdapter:
     # requests
 
     def check_request(self, message: ClientMessage, now_s: float) -> EndConnection | None:
-        """Check a request before it is processed; return EndConnection if the link must close."""
+        """Check a request before it is processed; return EndConnection to close the connection."""
         partition_id = message.req_id.partition_id
         if isinstance(message, AppendRequest | FeedRequest):
             ended_s = self._mount_ended_s.get(partition_id)
@@ -212,13 +214,13 @@ class LegacyClientAdapter:
                 return message
 
     def _on_append_ended(self, message: AppendResult) -> LegacyResponse | None:
-        """Report the outcome of an append; only the feed reports committed appends."""
+        """Report the outcome of an append, unless it is committed: the feed reports that."""
         req_id, reason = message.req_id, RowOutcomeCode(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is RowOutcomeCode.LOCK:
             conflict = int.from_bytes(message.conflicting, "big", signed=True)
-            # The client waits until its mark reaches this ID, so it must be the ID of a committed
-            # transaction.
+            # The client waits until its mark reaches this ID. So a committed transaction must have
+            # this ID.
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
         if reason in _MOUNT_ENDING_REASONS:
@@ -227,7 +229,7 @@ class LegacyClientAdapter:
             return InexpressibleError(
                 f"append {req_id} is too large, and a Waltz 0.13 client sends it again and again"
             )
-        return None  # in the log, or (OVERLOADED) rejected until the next flush
+        return None  # in the log, or OVERLOADED: the next flush reports the failure
 
     # -----------------------------------------------------------------------------------------
     # mounts
@@ -308,9 +310,9 @@ class LegacyClientAdapter:
 
 
 def _may_be_unknown_partition(message: ClientMessage) -> bool:
-    """Whether the partition may not exist.
+    """Whether it is possible that the partition does not exist.
 
-    A peer that invents partition IDs must not exhaust memory.
+    The adapter keeps no state for such a partition, so that invented partition IDs use no memory.
     """
     if not isinstance(message, ErrorResponse):
         return False

@@ -4,11 +4,12 @@ Rules (4 to 6 and 8: `legacy_server_stream.py`):
     1. A row is COMMITTED if, and only if, its request ID was seen in the feed.
     2. A row is LOST if a later row of this connection was seen in the feed: the server processes
        appends in order of arrival, and assigns IDs in that order.
-    3. A row is LOCK if the server has answered so. The stream gets this answer when the feed has
-       passed the estimate.
-    7. The rows in flight suffice for one batch that the storages write and another batch that is
-       gathered meanwhile, not more. Beyond 300 requests, a 0.13 server stops reading the
-       connection, which other partitions share.
+    3. A row is LOCK if the server has rejected it because of a lock. The server's answer contains
+       an estimate: the ID of the transaction that has written the lock, or a later ID. The stream
+       gets this outcome when the feed has reached the estimate.
+    7. The number of rows in flight is limited to two batches: one that the storages write, and one
+       that the server collects meanwhile. If more than 300 requests are open, a 0.13 server stops
+       reading the connection, which other partitions share.
 """
 
 from collections import deque
@@ -64,7 +65,7 @@ class LegacyAppends:
         return row.request
 
     def on_committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[SubmissionRows]:
-        """A row was seen in the feed: all rows sent before it are final, too (rules 1 and 2)."""
+        """Settle a row that the feed contains, and the rows that were sent earlier (rules 1, 2)."""
         row = self.in_flight.get(req_id)
         if row is None:
             return []
@@ -73,7 +74,7 @@ class LegacyAppends:
         return [*ended, row.submission] if row.on_committed(transaction_id) else ended
 
     def on_row_lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
-        """The server has rejected a row because of transaction `estimate`, or an earlier one."""
+        """Record that a lock has rejected a row; the server's answer has `estimate` (rule 3)."""
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
             row.estimate = estimate
@@ -86,7 +87,7 @@ class LegacyAppends:
         for row in rejected:
             assert row.estimate is not None
             if row.request.req_id not in self.in_flight:
-                continue  # A later row was committed meanwhile.
+                continue  # The row was settled meanwhile (rules 1 and 2).
             if row.estimate > mark:
                 self._rejected_rows.append(row)
                 continue

@@ -1,9 +1,9 @@
 """The partitions of one connection to a 0.13 server, as a state machine.
 
-Partitions share only the connection sequence; each of them is a `LegacyServerPartition`.
+Each partition is a `LegacyServerPartition`; the partitions share only the connection sequence.
 
-Rule: all mounts of one connection have the connection sequence of the first mount. The server keeps
-this sequence as long as the connection lasts, and drops messages with another one.
+Rule: all mounts of one connection have the connection sequence of the first mount. The server
+stores this sequence as long as the connection exists, and drops messages with another sequence.
 """
 
 from collections.abc import Sequence
@@ -48,12 +48,13 @@ class LegacyServerLink:
     def __init__(self) -> None:
         self._partitions: dict[int, LegacyServerPartition] = {}
         self._connection_sequence: int | None = None
-        # The earliest wake-up time since all partitions were checked; most partitions have none.
+        # The earliest wake-up time of all partitions, or an earlier time. Most partitions have
+        # none.
         self._wake_at_ms: int | None = None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When the driver must send the next `Wakeup`; may be too early, when nothing is due."""
+        """The time of the next `Wakeup`; it may be too early."""
         return self._wake_at_ms
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
@@ -90,11 +91,13 @@ class LegacyServerLink:
         for message in received:
             by_partition.setdefault(message.req_id.partition_id, []).append(message)
         effects: list[Effect] = []
-        for partition_id, each in by_partition.items():
+        for partition_id, messages_of_partition in by_partition.items():
             partition = self._partitions.get(partition_id)
             if partition is not None:
                 assert self._connection_sequence is not None
-                effects += partition.receive(each, self._connection_sequence, now_ms)
+                effects += partition.receive(
+                    messages_of_partition, self._connection_sequence, now_ms
+                )
                 self._update_wake_time(partition)
         return effects
 

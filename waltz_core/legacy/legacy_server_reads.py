@@ -1,18 +1,21 @@
-"""Reads ranges at a 0.13 server, which has no ranges: headers from a feed, data one by one.
+"""Reads ranges at a 0.13 server: headers from a feed, data with one request per transaction.
 
-A current server returns such a range in one answer (`ranges.py`), which is faster. A range from a
-0.13 server lacks what 0.13 does not store: session, commit stamps and hash chain.
+The protocol of 0.13 has no requests for ranges. A current server returns a range in one answer
+(`ranges.py`), which is faster. A range from a 0.13 server contains no session, commit stamps or
+hash chain, because 0.13 does not store them.
 
 Rules:
-    1. Headers come from a mount: a 0.13 server feeds all transactions after the mark. Each reader
-       has its own connection for it, with a client ID that writes nothing and is not shared. While
-       the reader does not continue, the feed waits in the kernel.
-    2. Data is requested only after the feed has delivered the header, or if the caller knows that
-       the transaction is committed. If a 0.13 server gets the request too early, it never finds
-       that transaction again (docs/design/wire-format.md 2.6).
-    3. Enough requests for data are in flight that a round trip costs little, but not more: they
-       share a connection with other requests.
-    4. A connection sequence is never used twice: a 0.13 server drops messages with an old one.
+    1. To read headers, a reader mounts the partition at a mark: a 0.13 server then feeds all
+       transactions after this mark. Each reader has its own connection, with a client ID that no
+       other connection uses and that writes nothing. While the reader pauses, unread messages of
+       the feed wait in the kernel's buffers.
+    2. The data of a transaction is requested only if the feed has delivered its header, or if the
+       caller knows that the transaction is committed. If a 0.13 server gets the request too early,
+       it reports the transaction as missing, even later (docs/design/wire-format.md 2.6).
+    3. Several requests for data are in flight, so that round trips cost little. Their number is
+       limited, because they share a connection with other requests.
+    4. A connection sequence is never used twice, because a 0.13 server drops messages with an old
+       connection sequence.
 """
 
 import asyncio
@@ -49,11 +52,11 @@ if TYPE_CHECKING:
 
 # The maximum number of data requests in flight (rule 3).
 CONCURRENT_REQUESTS_MAX = 64
-# The maximum number of headers in one chunk: for reads of data, and for reads of headers (one
-# frame).
+# The maximum number of headers in one chunk, for reads of data and for reads of headers. The
+# headers of one chunk fit into one frame.
 WHOLE_COUNT_MAX = 4_096
 HEADERS_COUNT_MAX = 65_536
-# The maximum number of feeds of one partition that are kept for readers that continue.
+# The maximum number of open feeds of one partition that wait for their readers to continue.
 FEEDS_MAX = 4
 
 _UNKNOWN_REQ_ID = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
@@ -76,8 +79,8 @@ class LegacyServerReads:
         """Close all idle feeds. A feed that is being read closes when this read ends."""
         self._is_closed = True
         for feeds in self._feeds.values():
-            for each in feeds:
-                each.close()
+            for feed in feeds:
+                feed.close()
 
     async def range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Read a range of the log; empty if the log ends before it.
@@ -100,15 +103,15 @@ class LegacyServerReads:
     async def data_range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Read a range that is known to be committed; only its IDs and data are valid.
 
-        The records have no request IDs. With a filter, the result is only the first transaction,
-        which passes the filter.
+        The records have no request IDs. If the query has a filter, the caller knows that the first
+        transaction passes it, and only this transaction is returned.
         """
         last = min(query.last, query.first + WHOLE_COUNT_MAX - 1)
         if query.header_values:
             last = query.first
         heads = [
-            RecordHeader(TransactionId(each), _UNKNOWN_REQ_ID, 0)
-            for each in range(query.first, last + 1)
+            RecordHeader(TransactionId(transaction_id), _UNKNOWN_REQ_ID, 0)
+            for transaction_id in range(query.first, last + 1)
         ]
         return await self._fetch_data(reader, query, heads, TransactionId(last))
 
@@ -132,10 +135,10 @@ class LegacyServerReads:
     async def _feed_at(self, reader: LinkToOwner, first: TransactionId) -> "HeaderFeed":
         """Return the feed that continues at a transaction, or a new feed."""
         feeds = self._feeds.setdefault(reader.partition_id, [])
-        for each in feeds:
-            if each.continues_at(reader.owner, first):
-                feeds.remove(each)
-                return each
+        for open_feed in feeds:
+            if open_feed.continues_at(reader.owner, first):
+                feeds.remove(open_feed)
+                return open_feed
         idle = self._idle_ids
         client_id = idle.pop() if idle else await self._client_ids.next_client_id()
         feed = HeaderFeed(reader.owner, reader.partition_id, client_id)
@@ -154,7 +157,7 @@ class LegacyServerReads:
             feeds.append(feed)
             if len(feeds) <= FEEDS_MAX:
                 return
-            feed = feeds.pop(0)  # Its reader does not continue.
+            feed = feeds.pop(0)  # the feed whose reader has paused for the longest time
         feed.close()
         self._idle_ids.append(feed.client_id)
 
@@ -169,10 +172,10 @@ class LegacyServerReads:
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
             part = heads[start : start + CONCURRENT_REQUESTS_MAX]
-            datas = await run_parallel(
-                self._request_data(reader, each.transaction_id) for each in part
+            payloads = await run_parallel(
+                self._request_data(reader, part_head.transaction_id) for part_head in part
             )
-            for head, data in zip(part, datas, strict=True):
+            for head, data in zip(part, payloads, strict=True):
                 # The CRC of the data was checked when the data arrived.
                 record = encode_record(
                     head.transaction_id, head.req_id, head.header, data, crc32(data)
@@ -246,7 +249,7 @@ class HeaderFeed:
     async def read(
         self, first: TransactionId, last: TransactionId, count_max: int
     ) -> list[RecordHeader]:
-        """Return headers from `first` up to `last` or fewer; none if the log ends before.
+        """Return headers from `first` up to at most `last`; none if the log ends before `first`.
 
         Raises NotOwned, Unreachable, RemoteProtocolError.
         """

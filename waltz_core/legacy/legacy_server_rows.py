@@ -1,12 +1,12 @@
-"""Splits appends into 0.13 requests, and combines outcomes and feeds for the stream.
+"""Splits appends into single rows for a 0.13 server, and combines outcomes and feeds again.
 
-A 0.13 server accepts one transaction in each request and feeds one in each message. The stream uses
-submissions and ranges.
+A 0.13 server accepts one transaction per request, and feeds one transaction per message. The
+client's stream instead sends submissions of many rows, and receives ranges of the feed.
 
 Rules:
-    1. Row i of a submission has the sequence number of its request ID plus i, as at a current
-       server.
-    2. A submission is answered once, when all of its rows are final.
+    1. Row i of a submission gets a request ID of its own: the sequence number of the submission's
+       request ID plus i. A current server assigns the same request IDs.
+    2. The stream gets one answer for a submission, when the outcomes of all its rows are final.
 """
 
 import struct
@@ -38,7 +38,7 @@ _FEED_HEADER: Final = struct.Struct(">16si")
 
 @dataclass(slots=True, eq=False)
 class SubmissionRows:
-    """The known outcomes of the rows of one append of the stream."""
+    """The outcomes of the rows of one submission, as far as they are known."""
 
     req_id: ReqId  # the request ID of the first row
     row_count: int
@@ -54,7 +54,7 @@ class SubmissionRows:
         self.pending_count = self.row_count
 
     def result(self, high_water_mark: TransactionId) -> AppendResult:
-        """Return the answer in the form of a current server (rule 2); all rows must be final."""
+        """Return the answer, like that of a current server; all rows must be final (rule 2)."""
         assert self.pending_count == 0
         layout = f">{self.row_count}q"
         return AppendResult(
@@ -90,8 +90,8 @@ class LegacyRow:
     def on_rejected(self, reason: RowOutcomeCode) -> bool:
         """Record that the row will never be in the log; return whether its submission is complete.
 
-        A complete submission can be answered. A rejection by a lock is always reported as LOCK,
-        even if the row ended for another reason.
+        A complete submission can be answered. If a lock has rejected the row, the outcome is LOCK,
+        even if `reason` is different.
         """
         if self.estimate is None:
             return self._mark_ended(reason)
@@ -119,7 +119,7 @@ def split_into_rows(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     columns = (decoded.write_locks, decoded.read_locks, decoded.append_locks)
     rows = zip(
         marks,
-        *(_locks_of(each) for each in columns),
+        *(_locks_of(column) for column in columns),
         decoded.headers.tolist(),
         decoded.data.to_pylist(),
         decoded.crcs.tolist(),
@@ -141,7 +141,7 @@ def _locks_of(column: batches.LockColumn) -> list[tuple[int, ...]]:
 
 
 class FeedRun:
-    """Consecutive transactions of the feed, collected to be passed to the stream together."""
+    """Consecutive transactions of the feed, which the stream receives together."""
 
     def __init__(self, mount: MountWriter) -> None:
         self._mount = mount

@@ -1,24 +1,26 @@
 """One partition at a 0.13 server: translates between a stream and protocol version 3 or 4.
 
-A 0.13 server acknowledges nothing and never answers some requests, so the outcome of an append is
-inferred from the feed. This module and `legacy_server_appends.py` contain all such inferences; the
-stream and the outcome tracker do not depend on them (docs/design/wire-format.md 2, decision 022).
+A 0.13 server does not acknowledge appends, and never answers some requests. Therefore this module
+and `legacy_server_appends.py` infer the outcome of an append from the feed. No other module depends
+on these inferences (docs/design/wire-format.md 2, decision 022).
 
 Rules (1 to 3 and 7: `legacy_server_appends.py`):
-    4. For all other rows, the following shows that they are not in the log: the feed has reached a
-       high-water mark of the server, from the answer to a flush, or to a mount and a flush. A
-       server that has lost the partition without knowing it may report an old mark. So ZooKeeper is
-       read afterwards, and the inference holds only if the server is still the owner
-       (`CheckOwnership`).
-    5. All mounts of one connection have one connection sequence, that of its first mount: the
-       server keeps this sequence as long as the connection lasts. If a mount gets no answer, the
-       server has dropped it, and would drop all later mounts of this connection. So the connection
-       is closed.
-    6. If the mark of a row is above all known transactions, the server's mark is requested first.
-       The row is sent if the server's mark has reached the row's mark, and rejected otherwise: a
-       0.13 server does not compare the two marks.
-    8. While rows are in flight, the feed from the server continues. Otherwise the server feeds only
-       the transactions that the stream requests.
+    4. A row that fits none of the rules 1 to 3 is settled by a flush. The server answers the flush
+       with its high-water mark. When the feed has reached this mark, and has not contained the row,
+       the row is not in the log. But a server that has lost the partition, and does not know this
+       yet, may answer with an old mark. So the partition reads the owner from ZooKeeper afterwards
+       (`CheckOwnership`), and draws the conclusion only if the server is still the owner. A mount
+       also sends a flush, for rows of earlier connections.
+    5. All mounts of one connection have the connection sequence of the first mount, because the
+       server stores this sequence as long as the connection exists. If the server does not answer a
+       mount, it has dropped this mount, and would drop all later mounts of the connection.
+       Therefore the connection is closed.
+    6. A 0.13 server does not check that the high-water mark of a row exists in its log. So if the
+       mark of a row is above all known transactions, this module first requests the server's mark.
+       The row is sent if the server's mark has reached the row's mark, and is rejected otherwise.
+    8. While rows are in flight, this module requests the feed continuously, because the feed shows
+       their outcomes. At other times, it requests only the part of the feed that the stream
+       requests.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,11 +53,11 @@ from waltz_core.wire.messages import (
 VERSION_MAX: Final = 4  # the last version of the client protocol of 0.13
 # How long rows are in flight without an outcome before a flush, as in the 0.13 client.
 FLUSH_AFTER_MS: Final = 5_000
-# The interval of requests for the mark: a server that does not own a partition (yet) does not
+# The interval at which the mark is requested. A server that does not own the partition does not
 # answer.
 RETRY_MS: Final = 500
-# The limits for the stream; 0.13 states none. Few bytes are in flight, so that further appends
-# wait in the outbox, where an append can still be withdrawn (`outbox.py`).
+# The limits for the stream, because a 0.13 server states none. Only few bytes may be in flight, so
+# that further appends wait in the client's outbox, from which they can be withdrawn (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
@@ -108,7 +110,7 @@ class _Phase(Enum):
 
 @dataclass(slots=True)
 class _Readback:
-    """Headers that the stream reads back (`readback.py`)."""
+    """A range of headers that the stream reads again (`readback.py`)."""
 
     request: messages.RangeRequest
     next: int
@@ -120,7 +122,7 @@ class _Flush:
     """A flush for rows that have been in flight for too long."""
 
     req_id: ReqId
-    number: int  # the number of the last row that was sent before it
+    number: int  # the number of the last row that was sent before the flush
     mark: TransactionId | None = None  # known once the server has answered
     is_checking_owner: bool = False
 
@@ -254,8 +256,8 @@ class LegacyServerPartition:
                 )
             )
             return
-        # No row is in flight on a connection that is mounted again (partition_stream.py, invariant
-        # 4).
+        # When a partition is mounted again, no row is in flight on the connection
+        # (partition_stream.py, invariant 4).
         self._appends.clear()
         self._ownership_callbacks.clear()
         self._flush = self._readback = self._mark_req_id = self._row_awaiting_mark = (
@@ -353,7 +355,7 @@ class LegacyServerPartition:
         self._send_mount(request.req_id, request.first - 1, connection_sequence)
 
     def _finish_read_back(self, *, is_ready: bool) -> None:
-        """Answer the stream, after the server has sent the log once more."""
+        """Answer the stream after the server has sent the range again."""
         readback, self._readback = self._readback, None
         assert readback is not None
         request = readback.request
@@ -389,7 +391,8 @@ class LegacyServerPartition:
             readback.next += 1
             req_id = message.req_id.to_bytes()
             readback.records += RECORD_HEADER.pack(transaction_id, req_id, message.header)
-        # NB: grants overlap where a partition was mounted again, so some transactions arrive twice.
+        # NB: after a second mount, some transactions arrive twice, because the requested parts of
+        # the feed overlap.
         if transaction_id != self._mark + 1 or self._phase in (_Phase.IDLE, _Phase.REQUESTING):
             return
         self._mark = transaction_id
@@ -458,8 +461,8 @@ class LegacyServerPartition:
         flush, self._flush = self._flush, None
         assert flush is not None
         if is_owner:
-            # The rows were dropped, or lost with a store session. A new mount shows whether the
-            # client may write.
+            # The server has dropped the rows, or has lost them with a store session. A new mount
+            # shows whether the client may write.
             self._answer_submissions(
                 self._appends.end_rows_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED)
             )
@@ -467,8 +470,8 @@ class LegacyServerPartition:
     def _on_owner_checked_for_row(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
         row, self._row_awaiting_mark = self._row_awaiting_mark, None
         assert row is not None
-        # The mark of a server that has lost the partition is lower. A server without a session has
-        # no mark.
+        # The mark is valid only from an owner with a store session. A server that has lost the
+        # partition reports an old mark, and a server without a session reports none.
         is_known = is_owner and mark >= BEFORE_FIRST
         if row.on_rejected(RowOutcomeCode.AHEAD if is_known else RowOutcomeCode.NOT_MOUNTED):
             self._answer_submissions([row.submission])
@@ -494,11 +497,11 @@ class LegacyServerPartition:
         self._effects.append(CheckOwnership(self._partition_id, self._last_check_number))
 
     def _answer_submissions(self, submissions: Iterable[SubmissionRows]) -> None:
-        for each in submissions:
-            # An estimate is the ID of a transaction in the log, whether this feed contained it or
-            # not.
-            mark = max(self._mark, *each.conflicting)
-            self._pass_to_stream(each.result(TransactionId(mark)))
+        for submission in submissions:
+            # All estimates are IDs of transactions in the log, even if the feed has not reached
+            # them.
+            mark = max(self._mark, *submission.conflicting)
+            self._pass_to_stream(submission.result(TransactionId(mark)))
 
     # --- out
 
@@ -510,7 +513,7 @@ class LegacyServerPartition:
             self._effects.append(SendToServer([message]))
 
     def _pass_to_stream(self, message: ClientMessage) -> None:
-        """Pass a message to the stream, after all transactions that the server fed before it."""
+        """Pass a message to the stream, after all transactions that arrived before the message."""
         self._pass_feed_run()
         self._effects.append(SendToStream(message))
 

@@ -1,18 +1,19 @@
 """A whole cluster on this machine: ZooKeeper, storages and servers as real processes.
 
-The command `waltz-core local`, the notebooks, the tests and the demo all use this class. Only this
-module starts the processes, finds them again after a crash, and stops them.
+The command `waltz-core local`, the notebooks, the tests and the demo use the class `LocalCluster`.
+Only this module starts the processes, finds them again after a crash, and stops them.
 
 Rules:
     1. Every part is real: sockets, disks, fdatasync, and ZooKeeper from PySpark's jars.
-    2. The cluster stops only processes that it has started: a process counts as its own only while
-       the pid AND the start time equal the recorded values.
+    2. The cluster stops only processes that it has started. It recognizes them by the process ID
+       and the start time: both must be equal to the recorded values.
     3. Ports are chosen once for a directory and recorded in it. Until a daemon listens at its port,
        this process keeps a socket bound to the port, so that no other cluster chooses it. If
-       another program uses a port at the next start, the cluster chooses a new port. It reports an
-       error instead for a port of a port base, and for a port by which other processes know the
-       process, such as the port of a storage.
-    4. The directory has everything for another start, so killing all processes loses nothing.
+       another program uses a port at the next start, the cluster chooses a new port. Some ports
+       cannot be replaced, and cause an error instead: ports that a port base determines, and ports
+       that other processes have recorded, such as a storage's port.
+    4. The directory contains everything for another start, so nothing is lost if all processes are
+       killed.
 """
 
 import asyncio
@@ -55,12 +56,13 @@ DEFAULT_QUORUM_PORT = 2888
 DEFAULT_ELECTION_PORT = 3888
 DEFAULT_STORAGE_PORT = 15280
 DEFAULT_SERVER_PORT = 15180
-# With an archive: a short age for trials, and few objects if appends are rare.
+# The archive age of storages if the cluster has an archive. It is short, so that users see archived
+# transactions soon, but not so short that rare appends cause many objects.
 ARCHIVE_AGE_MS = 60_000
 ARCHIVE_INTERVAL_MS = 1_000
 STOP_TIMEOUT_S = 10.0
-# The timeout of a start, which takes minutes on a busy machine. It fails at once if a process
-# exits.
+# The timeout of a start, which takes minutes on a busy machine. If a process exits, the start fails
+# at once.
 START_TIMEOUT_S = 300.0
 PROGRESS_INTERVAL_S = 5.0
 ShowLine: TypeAlias = Callable[[str], None]
@@ -74,7 +76,7 @@ def _ignore_line(_line: str) -> None:
 def process_start_s(process: psutil.Process) -> float:
     """Return the start time of a process, in seconds; clock changes do not affect it.
 
-    Linux counts it from boot, and psutil adds the boot time by the current clock.
+    psutil adds the boot time, which depends on the current clock. This function subtracts it again.
     """
     return float(process.create_time() - (psutil.boot_time() if psutil.LINUX else 0))
 
@@ -99,7 +101,7 @@ class Member:
         return self.name.split("-")[0]
 
     def process(self) -> psutil.Process | None:
-        """Return the live process that was started here; None if there is none (rule 2)."""
+        """Return the live process that the cluster has started; None if there is none (rule 2)."""
         if not self.pid:
             return None
         try:
@@ -148,21 +150,21 @@ class LocalCluster:
 
     Args:
         directory: for data, configuration, logs and the state file; created if absent.
-        zookeeper_count: ZooKeeper servers: 1, or an odd number (3 tolerate the loss of one).
+        zookeeper_count: ZooKeeper servers, an odd number; 3 servers tolerate the loss of one.
         storage_count: storages; every partition has a replica on each.
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
-        try_default_ports: use the default ports that are free; otherwise choose random ports.
+        try_default_ports: use the default ports, except those in use; else choose random ports.
         port_base: the first of the consecutive ports of all processes; 0: no consecutive ports.
         exit_with_parent: stop the processes when this process ends, even if it is killed.
         host: the address of this machine at which all processes listen, and under which other
             machines connect to them. Fixed for the life of the directory.
-        insecure_network: required for another host than loopback: each process that reaches it may
-            read and write.
+        insecure_network: required for a host other than loopback, because every process that can
+            connect to the host may read and write.
         auth_file: the credentials for ZooKeeper (docs/zookeeper.md); none: no authentication.
         tls: settings of kind "tls" for all processes (docs/operations.md); none: no TLS.
-        archive_url: the URL of the archive; empty: that of earlier starts, if any. It is stored for
-            later starts, and cannot change.
+        archive_url: the URL of the archive; empty: the URL of earlier starts, if any. The URL is
+            stored for later starts, and cannot change.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
 
@@ -244,9 +246,9 @@ class LocalCluster:
         Raises:
             BadConfig: the cluster has no such member.
         """
-        for each in self._load_state().members:
-            if each.name == name:
-                return each
+        for candidate in self._load_state().members:
+            if candidate.name == name:
+                return candidate
         names = ", ".join(member.name for member in self._load_state().members)
         raise BadConfig(f"this cluster has no process {name!r}; its processes are {names}")
 
@@ -263,7 +265,8 @@ class LocalCluster:
     def up(self, timeout_s: float = START_TIMEOUT_S, show_line: ShowLine = _ignore_line) -> str:
         """Start the processes that do not run; wait for open partitions and for each process.
 
-        Returns the connect string. At intervals, `show_line` gets a line about what `up` waits for.
+        Returns the connect string. While `up` waits, `show_line` regularly receives a line with the
+        reason.
 
         Raises:
             Unreachable: the cluster was not ready in time; the message shows the end of the log.
@@ -273,7 +276,7 @@ class LocalCluster:
         try:
             self._prepare(deadline, show_line)
             with self._lock_directory():
-                started = [each for each in self.members if each.process() is None]
+                started = [unstarted for unstarted in self.members if unstarted.process() is None]
                 for member in self.members:
                     self.start(member.name)
             self._await_partitions(deadline, show_line)
@@ -310,7 +313,7 @@ class LocalCluster:
         `waltz-core cluster add-storage` adds it to the cluster.
         """
         state = self._load_state()
-        number = sum(each.kind == "storage" for each in state.members) + 1
+        number = sum(member.kind == "storage" for member in state.members) + 1
         storage = Member(
             f"storage-{number}", *[self._reserve_free_port(state.ports) for _ in range(3)]
         )
@@ -336,7 +339,7 @@ class LocalCluster:
         self._save_state()
 
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to one member; wait until it has exited if the signal kills it."""
+        """Send a signal to one member. If the signal kills it, wait until it has exited."""
         member = self.member(name)
         self._send_signal(member, signal_number)
         if member.process() is None or signal_number in (signal.SIGKILL, signal.SIGTERM):
@@ -352,7 +355,11 @@ class LocalCluster:
         self._release_ports()
         with self._lock_directory():
             for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
-                running = [m for m in self.members if m.kind == kind and m.process() is not None]
+                running = [
+                    stopped_member
+                    for stopped_member in self.members
+                    if stopped_member.kind == kind and stopped_member.process() is not None
+                ]
                 for member in running:
                     self._send_signal(member, signal.SIGTERM)
                 for member in running:
@@ -486,8 +493,8 @@ class LocalCluster:
                 f"argument archive: the cluster in {self.directory} uses "
                 f"{state.archive_url}, which cannot be changed; found {url}"
             )
-        daemons = [each for each in self.members if each.kind != "zookeeper"]
-        running = [each.name for each in daemons if each.process() is not None]
+        daemons = [member for member in self.members if member.kind != "zookeeper"]
+        running = [member.name for member in daemons if member.process() is not None]
         if running:
             raise BadConfig(
                 "an archive can only be added while no storage and no server runs, but "
@@ -498,10 +505,10 @@ class LocalCluster:
 
     def _reserve_port(self, port: int) -> int:
         """Reserve and return a port of the port base; raises BadConfig if it is not free."""
-        holder = ports.hold_port(port, self._host)
-        if holder is not None:
-            self._port_holders.append(holder)
-        elif not ports.is_free(port, self._host):  # if free, only old connections linger there
+        held_socket = ports.hold_port(port, self._host)
+        if held_socket is not None:
+            self._port_holders.append(held_socket)
+        elif not ports.is_free(port, self._host):  # if free, only closed connections use it
             raise BadConfig(
                 f"--port-base {self._port_base}: another program uses port {port}. Hint: "
                 "choose another port base, or omit the option."
@@ -511,21 +518,21 @@ class LocalCluster:
     def _reserve_default_port(self, default: int | None) -> int:
         """Reserve and return the default port if it is free, otherwise a random one."""
         if self._try_default_ports and default is not None:
-            holder = ports.hold_port(default, self._host)
-            if holder is not None:
-                self._port_holders.append(holder)
+            held_socket = ports.hold_port(default, self._host)
+            if held_socket is not None:
+                self._port_holders.append(held_socket)
                 return default
         return self._reserve_free_port(set())
 
     def _reserve_free_port(self, used_ports: set[int]) -> int:
         """Reserve and return a free port that no member has."""
         host = self._host if self._state is None else self._state.host
-        port, holder = ports.choose_port(used_ports, host)
-        self._port_holders.append(holder)
+        port, held_socket = ports.choose_port(used_ports, host)
+        self._port_holders.append(held_socket)
         return port
 
     def _release_ports(self) -> None:
-        """Release all held ports: their daemons listen, or no daemon will be started."""
+        """Release all held ports, when the daemons listen or when none will be started."""
         while self._port_holders:
             self._port_holders.pop().close()
 
@@ -559,7 +566,7 @@ class LocalCluster:
         if base := self._load_state().port_base:
             return f"the cluster was created with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
-            is_known = any(each.process() is not None for each in self.zookeepers)
+            is_known = any(zookeeper.process() is not None for zookeeper in self.zookeepers)
             return "the other ZooKeeper servers are configured with that port" if is_known else ""
         if member.kind == "storage" and name != "http_port" and self._creation_marker.exists():
             return "the address of a storage is its identity"
@@ -641,7 +648,7 @@ class LocalCluster:
         command = [sys.executable, "-m", "waltz_core", "cluster", "create", self.connect]
         command += ["--name", "local", "--partitions", str(self._load_state().partition_count)]
         host = self._load_state().host
-        command += [f"--storage={host}:{m.port}:{m.admin_port}" for m in storages]
+        command += [f"--storage={host}:{storage.port}:{storage.admin_port}" for storage in storages]
         remaining_s = max(1.0, deadline - time.monotonic())
         command += ["--if-absent", "--timeout-s", f"{remaining_s:.1f}"]
         with subprocess.Popen(  # noqa: S603 - our own program and our own arguments
@@ -682,8 +689,7 @@ class LocalCluster:
         while time.monotonic() < deadline:
             self._check_alive(self.members)
             try:
-                # A server that registers later would take partitions over after clients have used
-                # them.
+                # A server that registers later would take over partitions that clients already use.
                 if missing := self._unregistered_servers():
                     last = f"not registered in ZooKeeper yet: {', '.join(sorted(missing))}"
                 else:
@@ -705,25 +711,27 @@ class LocalCluster:
     def _await_members(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
         """Wait until the started storages and all ZooKeeper servers serve requests.
 
-        So a storage that exits at once is noticed, and no ZooKeeper server that still starts or
-        joins is reported as failed. Exceeding the deadline is not an error. Raises Unreachable.
+        This wait detects a storage that exits at once. Without it, a ZooKeeper server that is still
+        starting would be reported as failed. Exceeding the deadline is not an error. Raises
+        Unreachable if a member exits.
         """
-        waiting = [each for each in started if each.kind == "storage"]
-        waiting += [each for each in self.zookeepers if each.state == "up"]
+        waiting = [member for member in started if member.kind == "storage"]
+        waiting += [member for member in self.zookeepers if member.state == "up"]
         next_line = time.monotonic() + PROGRESS_INTERVAL_S
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
-                show_line(f"waiting for the end of {', '.join(each.name for each in waiting)}")
+                show_line(f"waiting for the end of {', '.join(member.name for member in waiting)}")
                 next_line += PROGRESS_INTERVAL_S
-            waiting = [each for each in waiting if not self._is_serving(each)]
+            waiting = [member for member in waiting if not self._is_serving(member)]
             time.sleep(0.05)
         self._check_alive(started)
 
     def _is_serving(self, member: Member) -> bool:
         """Whether a storage has opened its directory, or a ZooKeeper server belongs to a quorum."""
         if member.kind == "storage":
-            # A storage listens there only after it has opened its directory and registered.
+            # A storage listens at its admin port only after it has opened its directory and has
+            # registered.
             return not ports.is_free(member.admin_port, self.host)
         member_connect = replace(
             parse_connect_string(self.connect), hosts=(f"{self.host}:{member.port}",)
@@ -738,7 +746,7 @@ class LocalCluster:
         """Return the addresses of the servers that ZooKeeper does not list yet."""
         view = self._read_servers(parse_connect_string(self.connect))
         included = view.servers.keys() - view.excluded if view.is_settled else ()
-        registered = {view.servers[each].address for each in included}
+        registered = {view.servers[server_id].address for server_id in included}
         servers = [self._settings_of(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]
         pairs = zip(servers, ports, strict=True)

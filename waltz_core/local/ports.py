@@ -1,11 +1,11 @@
 """Finds free ports of this machine, and holds each of them until a daemon listens at it.
 
-A cluster chooses all its ports before any daemon listens, and keeps them while daemons start and
-stop.
+A cluster chooses all its ports before any daemon listens, and must keep them while daemons start
+and stop.
 
-A port is held by a socket that is bound to it and does not listen. `hold_port` of another program
-then fails for this port. A daemon can still listen at it, because both sockets then have
-SO_REUSEADDR (Linux).
+To hold a port, the cluster binds a socket to it, but does not listen. `hold_port` in another
+process then fails for this port. A daemon can still listen at the port, because on Linux this is
+possible if both sockets have SO_REUSEADDR.
 """
 
 import random
@@ -33,7 +33,7 @@ def is_free(port: int, host: str) -> bool:
 
 
 def wait_until_free(port: int, host: str) -> bool:
-    """Wait a moment until a port is free; return whether it is free."""
+    """Wait a short time until a port is free; return whether it is free."""
     deadline = time.monotonic() + FREE_TIMEOUT_S
     while not is_free(port, host):
         if time.monotonic() > deadline:
@@ -45,19 +45,19 @@ def wait_until_free(port: int, host: str) -> bool:
 def hold_port(port: int, host: str) -> socket.socket | None:
     """Return a socket that holds a port; None if another program uses the port.
 
-    A held port is still free for a daemon (`is_free`). On systems other than Linux, the socket is
-    closed at once, because a daemon could not listen at the same port.
+    A daemon can still listen at a held port (`is_free`). On systems other than Linux, this function
+    closes the socket at once, because a daemon could not listen at a held port.
     """
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held_socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        holder.bind((host, port))  # without SO_REUSEADDR: only one of two such binds succeeds
+        held_socket.bind((host, port))  # without SO_REUSEADDR: only one of two such binds succeeds
     except OSError:
-        holder.close()
+        held_socket.close()
         return None
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if not sys.platform.startswith("linux"):
-        holder.close()
-    return holder
+        held_socket.close()
+    return held_socket
 
 
 def choose_port(used_ports: set[int], host: str) -> tuple[int, socket.socket]:
@@ -68,7 +68,7 @@ def choose_port(used_ports: set[int], host: str) -> tuple[int, socket.socket]:
     chooser = random.SystemRandom()
     for _ in range(1000):
         port = chooser.randint(FIRST_PORT, LAST_PORT)
-        holder = None if port in used_ports else hold_port(port, host)
-        if holder is not None:
-            return port, holder
+        held_socket = None if port in used_ports else hold_port(port, host)
+        if held_socket is not None:
+            return port, held_socket
     raise Unreachable(f"there is no free port between {FIRST_PORT} and {LAST_PORT} on {host}")

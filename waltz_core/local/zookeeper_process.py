@@ -1,7 +1,7 @@
 """Runs ZooKeeper with the jars that PySpark contains.
 
-Only this file depends on ZooKeeper being a Java program. Nothing here uses ZooKeeper's protocol;
-`cluster/zookeeper/zookeeper_session.py` does.
+Only this file depends on the fact that ZooKeeper is a Java program. It does not use ZooKeeper's
+protocol; `cluster/zookeeper/zookeeper_session.py` does.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from waltz_core.local import ports
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 # With one collector thread and without a second compiler, a start takes 0.85 s of CPU, not 1.4.
 JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-# The name of the variable in ZooKeeper's own scripts. Its flags come last, so they take precedence.
+# A variable of ZooKeeper's own scripts. The user's flags in it come last, so they take precedence.
 JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
@@ -51,8 +51,8 @@ def zookeeper_config(
         f"dataDir={_java_property_text(data_directory)}\n"
         f"clientPort={port}\n"
         f"clientPortAddress={host}\n"
-        # A short tick permits short sessions, which take at least 2 ticks. The maximum is that of
-        # ZooKeeper's usual tick, 2 s.
+        # A session timeout is at least 2 ticks, so a short tick permits short timeouts. The maximum
+        # timeout is the same as with ZooKeeper's default tick of 2 s.
         "tickTime=500\n"
         "maxSessionTimeout=40000\n"
         "maxClientCnxns=0\n"
@@ -62,7 +62,8 @@ def zookeeper_config(
         "4lw.commands.whitelist=ruok,srvr,mntr\n"
     )
     if ensemble:
-        # In ticks: the time that a node may take to join the leader, and its maximum lag.
+        # Both limits are in ticks: the time in which a server must join the leader, and its maximum
+        # lag behind the leader.
         text += "initLimit=20\nsyncLimit=4\n"
     for number, peer in enumerate(ensemble, start=1):
         text += f"server.{number}={peer.host}:{peer.quorum_port}:{peer.election_port}\n"
@@ -78,9 +79,14 @@ def _java_property_text(path: Path) -> str:
             f"{str(path)!a}: the name of the directory is not valid UTF-8, and ZooKeeper, a "
             "Java program, cannot open it"
         ) from None
-    numbers = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
+    numbers = [
+        int.from_bytes(units[offset : offset + 2], "big") for offset in range(0, len(units), 2)
+    ]
     printable = range(ord(" "), 127)
-    return "".join(chr(n) if n in printable and n != ord("\\") else f"\\u{n:04x}" for n in numbers)
+    return "".join(
+        chr(number) if number in printable and number != ord("\\") else f"\\u{number:04x}"
+        for number in numbers
+    )
 
 
 def write_node_number(data_directory: Path, number: int) -> None:
@@ -95,9 +101,9 @@ def find_java() -> str:
     Raises:
         BadConfig: there is no Java; the hint lists the ways to install one.
     """
-    home = os.environ.get("JAVA_HOME")
-    if home and (Path(home) / "bin" / "java").exists():
-        return str(Path(home) / "bin" / "java")
+    java_home = os.environ.get("JAVA_HOME")
+    if java_home and (Path(java_home) / "bin" / "java").exists():
+        return str(Path(java_home) / "bin" / "java")
     java_on_path = shutil.which("java")
     if java_on_path:
         return java_on_path
@@ -140,8 +146,8 @@ def zookeeper_command(config: Path) -> list[str]:
 def java_environment() -> dict[str, str]:
     """Return the environment variables for Java, with a locale that supports all file names.
 
-    Python's encoding does not. If the locale is C, Java would not find zoo.cfg in a directory like
-    /tmp/ü.
+    If the locale is C, Java would not find zoo.cfg in a directory such as /tmp/ü. Python supports
+    such names in any locale.
     """
     locale_encoding = locale.nl_langinfo(locale.CODESET)
     if sys.getfilesystemencoding() == "utf-8" and locale_encoding != "UTF-8":
@@ -152,7 +158,7 @@ def java_environment() -> dict[str, str]:
 def check_port_is_free(config: Path) -> None:
     """Raise BadConfig if another program uses the port in a zoo.cfg."""
     lines = config.read_text(encoding="latin-1").splitlines()
-    values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
+    values = dict(line.partition("=")[::2] for line in lines if not line.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
     if port.isdecimal() and not ports.wait_until_free(int(port), host):
         raise BadConfig(f"{config}: another program uses port {port} of ZooKeeper")

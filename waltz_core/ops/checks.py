@@ -1,11 +1,11 @@
 """Seven checks of every partition, from ZooKeeper to storages, like `verify` of Waltz 0.13.
 
-`diagnosis.py` reports each cause once. In contrast, a check fails whatever the cause, and for every
-affected partition. Both modules use `condition.py`.
+The doctor (`diagnosis.py`) reports each cause once. In contrast, a check reports a failure for
+every affected partition, whatever the cause. Both modules use `condition.py`.
 
 Rules:
     1. A failure names its check and its partitions.
-    2. If a process does not answer, a check has failed, and the other processes are still checked.
+    2. A process that does not answer is a failed check. The other processes are still checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,14 +38,14 @@ class FailedCheck(NamedTuple):
 
 def names_of_failed_checks(failures: Sequence[FailedCheck], partition_id: PartitionId) -> set[str]:
     """Return the names of the checks that a partition has failed."""
-    return {each.check for each in failures if partition_id in each.partitions}
+    return {failure.check for failure in failures if partition_id in failure.partitions}
 
 
 def check_cluster(
     cluster: ClusterFacts, partition_ids: tuple[PartitionId, ...]
 ) -> list[FailedCheck]:
     """Run all checks for the chosen partitions; return every failure."""
-    conditions = [PartitionCondition(cluster, each) for each in partition_ids]
+    conditions = [PartitionCondition(cluster, partition) for partition in partition_ids]
     failures = [*_check_assignment(cluster, conditions)]
     for server in cluster.servers.values():
         failures += _check_server(server, conditions)
@@ -56,14 +56,14 @@ def check_cluster(
     return failures + [
         FailedCheck(
             "assignment",
-            f"partition {each}: its replicas are in fewer groups of storages than possible. "
+            f"partition {partition}: its replicas are in fewer groups of storages than possible. "
             "Hint: `waltz-core cluster auto-assign` spreads them",
-            (each,),
+            (partition,),
         )
-        for each in replica_steps.partitions_in_too_few_groups(
+        for partition in replica_steps.partitions_in_too_few_groups(
             cluster.assigned_replicas, cluster.storage_groups
         )
-        if each in partition_ids
+        if partition in partition_ids
     ]
 
 
@@ -71,7 +71,7 @@ def _check_assignment(
     cluster: ClusterFacts, conditions: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
     """Report a missing or outdated assignment of partitions to servers."""
-    partition_ids = tuple(each.partition_id for each in conditions)
+    partition_ids = tuple(condition.partition_id for condition in conditions)
     if not cluster.is_assignment_settled:
         yield FailedCheck(
             "assignment", "the assignment does not match the live servers yet", partition_ids
@@ -79,37 +79,42 @@ def _check_assignment(
     if not cluster.servers:
         yield FailedCheck("assignment", "no server is registered. Hint: start one", partition_ids)
         return
-    for each in conditions:
-        if each.owner is None:
-            text = f"partition {each.partition_id} is assigned to no server"
-            yield FailedCheck("assignment", text, (each.partition_id,))
+    for condition in conditions:
+        if condition.owner is None:
+            text = f"partition {condition.partition_id} is assigned to no server"
+            yield FailedCheck("assignment", text, (condition.partition_id,))
 
 
 def _check_server(
     server: ServerFacts, conditions: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
     """Report a server that does not answer, serve its partitions or reach its storages."""
-    address, affected = server.address, [each for each in conditions if each.owner is server]
+    address, affected = (
+        server.address,
+        [condition for condition in conditions if condition.owner is server],
+    )
     if server.failure:
-        owned_partitions = tuple(each.partition_id for each in affected)
+        owned_partitions = tuple(condition.partition_id for condition in affected)
         yield FailedCheck(
             "server", f"server {address} does not answer: {server.failure}", owned_partitions
         )
         return
-    for each in affected:
+    for condition in affected:
         subject, partitions = (
-            f"partition {each.partition_id}: server {address}",
-            (each.partition_id,),
+            f"partition {condition.partition_id}: server {address}",
+            (condition.partition_id,),
         )
-        if not each.is_served:
+        if not condition.is_served:
             text = f"{subject} owns it, but does not answer requests for it"
             yield FailedCheck("server", text, partitions)
-        elif not each.has_open_session:
+        elif not condition.has_open_session:
             text = f"{subject} has no open store session with a quorum of its replicas"
             yield FailedCheck("health", text, partitions)
     for storage in server.unreachable_storages:
         owned_partitions = tuple(
-            each.partition_id for each in affected if storage in each.assigned_replicas
+            condition.partition_id
+            for condition in affected
+            if storage in condition.assigned_replicas
         )
         yield FailedCheck(
             "connectivity", f"server {address} cannot reach storage {storage}", owned_partitions
@@ -122,9 +127,9 @@ def _check_storage(
     """Report a storage that does not answer, or does not serve an assigned replica."""
     address, affected = (
         storage.address,
-        [each for each in conditions if storage.address in each.assigned_replicas],
+        [condition for condition in conditions if storage.address in condition.assigned_replicas],
     )
-    partition_ids = tuple(each.partition_id for each in affected)
+    partition_ids = tuple(condition.partition_id for condition in affected)
     # A 0.13 storage neither registers itself nor reports its ID.
     if storage.registered_storage_id is None and (
         storage.failure or storage.storage_id is not None
@@ -146,11 +151,11 @@ def _check_storage(
         text = f"storage {address} does not answer at its admin port: {storage.admin_failure}"
         yield FailedCheck("storage", text, partition_ids)
     else:
-        for each in affected:
-            text = _unavailable_text(each, storage)
+        for condition in affected:
+            text = _unavailable_text(condition, storage)
             if text:
-                subject = f"partition {each.partition_id}: storage {address}"
-                yield FailedCheck("storage", f"{subject} {text}", (each.partition_id,))
+                subject = f"partition {condition.partition_id}: storage {address}"
+                yield FailedCheck("storage", f"{subject} {text}", (condition.partition_id,))
 
 
 def _unavailable_text(condition: PartitionCondition, storage: StorageFacts) -> str:
@@ -193,6 +198,6 @@ def _check_replicas(condition: PartitionCondition) -> Iterator[FailedCheck]:
             "quorum", f"{name}: less than a quorum of its replicas is in sync", affected
         )
     elif condition.not_engaged_replicas:
-        are = "is" if len(condition.not_engaged_replicas) == 1 else "are"
-        text = f"{name}: {', '.join(condition.not_engaged_replicas)} {are} not in sync"
+        verb_text = "is" if len(condition.not_engaged_replicas) == 1 else "are"
+        text = f"{name}: {', '.join(condition.not_engaged_replicas)} {verb_text} not in sync"
         yield FailedCheck("recovery", text, affected)

@@ -1,11 +1,11 @@
 """The condition of a partition, derived from the doctor's facts: owner, session and replicas.
 
-The doctor reports causes and `cluster verify` reports failed checks. Both use this state, so that
-they agree. `diagnosis.py` and `checks.py` draw the conclusions.
+Two modules evaluate this state, so that their reports agree: `diagnosis.py` reports causes (the
+doctor), and `checks.py` reports failed checks (`cluster verify`).
 
 Rules:
     1. If a storage has reported nothing about a replica, the replica counts as healthy.
-    2. A replica answers if a session could be opened with it now.
+    2. A replica is *answering* if the owner could include it in a new store session now.
 """
 
 from enum import Enum, auto
@@ -46,7 +46,7 @@ def unavailable_reason(replica: ReplicaFacts) -> UnavailableReason | None:
 
 
 class PartitionCondition:
-    """The owner, the session and the replicas of one partition, as the doctor sees them."""
+    """The owner, the session and the replicas of one partition, according to the facts."""
 
     def __init__(self, cluster: ClusterFacts, partition_id: PartitionId) -> None:
         self.partition_id = partition_id
@@ -74,16 +74,20 @@ class PartitionCondition:
     def engaged_replicas(self) -> list[ReplicaId]:
         """The replicas that are engaged in the newest session and whose storages are known."""
         states = self.replica_states
-        known_replicas = [each for each in states if each in self._cluster.storages]
+        known_replicas = [replica for replica in states if replica in self._cluster.storages]
         return [
-            each for each in known_replicas if states[each].closing_high_water_mark == UNRESOLVED
+            replica
+            for replica in known_replicas
+            if states[replica].closing_high_water_mark == UNRESOLVED
         ]
 
     @property
     def not_engaged_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that are not engaged in the newest session."""
         return [
-            each for each in self.assigned_replicas if each not in self.replicas.in_sync_replicas
+            replica
+            for replica in self.assigned_replicas
+            if replica not in self.replicas.in_sync_replicas
         ]
 
     @property
@@ -93,7 +97,7 @@ class PartitionCondition:
 
     @property
     def is_metadata_lost(self) -> bool:
-        """Whether ZooKeeper lacks the metadata: the marker is open, but no replica was engaged."""
+        """Whether ZooKeeper has lost the metadata: the marker is open, but no replica engaged."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_ever_opened
@@ -115,14 +119,14 @@ class PartitionCondition:
     @property
     def assigned_storages(self) -> list[StorageFacts]:
         """The storages to which the partition is assigned."""
-        return [self._cluster.storages[each] for each in self.assigned_replicas]
+        return [self._cluster.storages[address] for address in self.assigned_replicas]
 
     def replica_facts(self, address: ReplicaId) -> ReplicaFacts | None:
         """Return the report of a storage about its replica; None without a report."""
         return self._cluster.storages[address].replicas.get(self.partition_id)
 
     def is_answering(self, address: ReplicaId) -> bool:
-        """Whether a session could be opened with the replica on a storage (rule 2)."""
+        """Whether a new session could include the replica on a storage (rule 2)."""
         if self._cluster.storages[address].failure:
             return False
         replica = self.replica_facts(address)
@@ -136,30 +140,30 @@ class PartitionCondition:
     @property
     def answering_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that answer."""
-        return [each for each in self.assigned_replicas if self.is_answering(each)]
+        return [replica for replica in self.assigned_replicas if self.is_answering(replica)]
 
     @property
     def suspect_replicas(self) -> list[ReplicaId]:
         """The engaged replicas that answer and are suspect."""
         return [
-            each
-            for each in self.engaged_replicas
-            if self.is_answering(each) and self.is_suspect(each)
+            replica
+            for replica in self.engaged_replicas
+            if self.is_answering(replica) and self.is_suspect(replica)
         ]
 
     @property
     def replicas_of_unknown_state(self) -> list[ReplicaId]:
         """The engaged replicas whose last acknowledged ID cannot be determined."""
         return [
-            each
-            for each in self.engaged_replicas
-            if not self.is_answering(each) or self.is_suspect(each)
+            replica
+            for replica in self.engaged_replicas
+            if not self.is_answering(replica) or self.is_suspect(replica)
         ]
 
     @property
     def has_no_trusted_quorum(self) -> bool:
         """Whether all engaged replicas answer, but too many are suspect to open a session."""
-        is_answered = all(self.is_answering(each) for each in self.engaged_replicas)
+        is_answered = all(self.is_answering(replica) for replica in self.engaged_replicas)
         return (
             is_answered
             and not self.has_open_session
@@ -169,5 +173,5 @@ class PartitionCondition:
     @property
     def last_id(self) -> int:
         """The highest ID in any assigned replica; -1 if no replica has reported records."""
-        replicas = [self.replica_facts(each) for each in self.assigned_replicas]
-        return max((each.last_id for each in replicas if each is not None), default=-1)
+        replicas = [self.replica_facts(replica) for replica in self.assigned_replicas]
+        return max((replica.last_id for replica in replicas if replica is not None), default=-1)

@@ -4,13 +4,13 @@ The module uses no sockets and no clock, so that each finding can be tested with
 
 Rules:
     1. The doctor reports a cause, but not its consequences. For example, if a storage does not
-       answer, there is no finding that servers cannot reach it.
+       answer, the doctor does not also report that servers cannot connect to this storage.
     2. If a process could not be queried, the doctor reports no other finding about it.
     3. The loss of a quorum is always reported, whatever the cause, because it stops appends.
     4. Findings are in the order of the table in `findings.py`, then in the order of their objects.
-    5. Deleting files is proposed only for a log with an open session in which all of its replicas
-       are engaged. If ZooKeeper is wrong about the replicas, files that it does not name may be the
-       only copy.
+    5. The doctor proposes to delete a partition's files only if the partition has an open session
+       in which all of its replicas are engaged. Otherwise the data in ZooKeeper may be wrong, and
+       the files of a replica that it does not list may be the only copy.
 """
 
 import shlex
@@ -38,30 +38,34 @@ from waltz_core.ops.findings import FINDING_KINDS, Finding, new_finding
 from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
-# The clocks of machines with NTP differ by less. No decision depends on clocks.
+# The clocks of machines with NTP differ by less than this. No decision of Waltz depends on clocks.
 CLOCK_DIFFERENCE_MS_MAX: Final = 1_000
-# A disk is nearly full below a twentieth of its size, which leaves the same time on large and small
-# disks. The minimum is four times the default reserve: without it, a small disk would be full, and
-# reject appends, before it counts as nearly full.
+# A disk is nearly full if less than a twentieth of its size is free. The minimum is four times the
+# default reserve: without this minimum, a small disk would reject appends before it counts as
+# nearly full.
 NEARLY_FULL_SIZE_DIVISOR: Final = 20
 NEARLY_FULL_FREE_BYTES_MIN: Final = 256 * MIB
 NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
     1024 * MIB
-)  # for an older storage that does not report its disk size
-# The lag of a replica that receives its records from memory is below this number of transactions.
+)  # the limit for an older storage, which does not report its disk size
+# If the lag of a replica is below this number of transactions, the owner sends the missing records
+# from memory.
 LAG_TRANSACTIONS_MAX: Final = 100_000
-# A storage is slow if it takes this many times as long to answer an append as the others, over at
-# least this number of seconds with appends. No application notices times below
-# SLOW_APPEND_MS_MIN.
+# A storage is slow if its append latency is at least `SLOW_APPEND_RATIO_MIN` times that of the
+# other storages, measured in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
+# below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
 SLOW_APPEND_RATIO_MIN: Final = 5
 SLOW_APPEND_MS_MIN: Final = 50
 SLOW_APPEND_SECONDS_MIN: Final = 10
-# If fewer days are left, there may be no time to add a storage or to archive.
+# If fewer days are left until the disk is full, there may be no time to add a storage or to
+# archive.
 FULL_SOON_DAYS_MAX: Final = 7
-# One failure may be a throttled request. The next attempt uses another storage.
+# A single failure is not reported: it may be a throttled request, and the next attempt uses another
+# storage.
 ARCHIVE_FAILURES_MIN: Final = 2
 # A transaction is archived at the first attempt after `archive_age_ms`, when earlier ranges are
-# done. So the limit is twice the age, plus the interval between attempts, plus an hour for uploads.
+# archived. So the limit for its age is twice this setting, plus the interval between attempts, plus
+# an hour for uploads.
 ARCHIVE_LAG_AGE_FACTOR: Final = 2
 ARCHIVE_UPLOAD_TIME_S: Final = 3_600
 FINDING_NAME_BY_REASON: Final = {
@@ -93,7 +97,9 @@ def cluster_summary(facts: Facts) -> str:
     """Return a summary of the cluster, for a report without findings."""
     cluster = facts.cluster
     assert cluster is not None
-    replicas = sorted({len(each) for each in cluster.assigned_replicas.values()})
+    replicas = sorted(
+        {len(partition_replicas) for partition_replicas in cluster.assigned_replicas.values()}
+    )
     return (
         f"{_count_text(len(cluster.servers), 'server')}, "
         f"{_count_text(len(cluster.storages), 'storage')}, "
@@ -109,7 +115,7 @@ def _count_text(number: int, word: str) -> str:
 
 @dataclass(slots=True)
 class _Diagnosis:
-    """The findings so far, and the commands for them that do not depend on one cluster."""
+    """The findings so far, and those commands that do not depend on the state of the cluster."""
 
     facts: Facts
     findings: list[Finding] = field(default_factory=list)
@@ -143,7 +149,7 @@ class _Diagnosis:
     def member_at(self, address: str) -> MemberFacts | None:
         """Return the process of the cluster on this machine at an address; None if unknown."""
         members = () if self.facts.local is None else self.facts.local.members
-        return next((each for each in members if each.address == address), None)
+        return next((member for member in members if member.address == address), None)
 
     def is_reported_down(self, address: str) -> bool:
         """Whether a finding reports that the process at an address does not run (rule 1)."""
@@ -181,10 +187,10 @@ class _Diagnosis:
 
     def _report_lost_cluster(self, local: LocalFacts) -> None:
         """Report that ZooKeeper no longer has the cluster of this machine."""
-        storages = [each for each in local.members if each.name.startswith("storage")]
+        storages = [member for member in local.members if member.name.startswith("storage")]
         directory = shlex.quote(local.directory)
         option_texts = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
-        option_texts += [f"--storage {each.address}:{each.admin_port}" for each in storages]
+        option_texts += [f"--storage {member.address}:{member.admin_port}" for member in storages]
         connect = f"--connect {self.connect}"
         rebuild = (
             f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(option_texts)}"
@@ -265,7 +271,9 @@ class _ClusterDiagnosis:
         for storage in self._cluster.storages.values():
             self._check_storage(storage)
         storages = self._cluster.storages.values()
-        if storages and all(each.is_tls_mismatch or each.is_denied for each in storages):
+        if storages and all(
+            known_storage.is_tls_mismatch or known_storage.is_denied for known_storage in storages
+        ):
             return  # rule 1: the states of the storages are unknown
         self._check_append_latencies()
         self._check_archive()
@@ -308,8 +316,8 @@ class _ClusterDiagnosis:
                 and not storage_facts.failure
                 and storage_facts.belongs_to_cluster
             ):
-                about = f"{address} {storage}"
-                self._add_finding("storage-out-of-reach", about, server=address, storage=storage)
+                subject = f"{address} {storage}"
+                self._add_finding("storage-out-of-reach", subject, server=address, storage=storage)
 
     def _check_assignment(self) -> None:
         cluster = self._cluster
@@ -393,7 +401,7 @@ class _ClusterDiagnosis:
             self._check_disk_and_clock(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether a storage's process runs but has no open port yet: do not stop it."""
+        """Whether a storage's process runs but has no open port yet, so it must not be stopped."""
         member = self._diagnosis.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.failure) and is_running and not storage.is_silent
@@ -401,8 +409,8 @@ class _ClusterDiagnosis:
     def _check_disk_and_clock(self, storage: StorageFacts) -> None:
         """Report a disk that is full or will be full soon, and a wrong clock."""
         partition_ids = [
-            each
-            for each, names in self._cluster.assigned_replicas.items()
+            partition_id
+            for partition_id, names in self._cluster.assigned_replicas.items()
             if storage.address in names
         ]
         disk = storage.disk
@@ -439,7 +447,7 @@ class _ClusterDiagnosis:
     # --- the archive
 
     def _check_archive(self) -> None:
-        """Report problems of the archive; without any, report transactions that it lacks."""
+        """Report problems of the archive or, if there are none, transactions that it lacks."""
         storages = [
             each
             for each in self._cluster.storages.values()
@@ -500,10 +508,10 @@ class _ClusterDiagnosis:
     def _check_uploads(self, storages: Iterable[StorageFacts], *, is_lagging: bool) -> bool:
         """Report damage and failed writes of the archive; return whether a finding was added.
 
-        Storages share the object store and its files. So equal damage is one finding, and failures
-        to write are one finding. If everything is archived, a storage's last failure does not
-        matter: the storage tries again when there is something to archive. If the archive lags, a
-        single failure is enough for a finding.
+        All storages use the same object store. So the same damage at several storages is one
+        finding, and so are all failures to write. If everything is archived, the last failure of a
+        storage is not reported, because the storage tries again when there is something to archive.
+        If the archive lags, a single failure is sufficient for a finding.
         """
         damage: dict[str, list[ReplicaId]] = {}
         failed: dict[ReplicaId, ArchiveFacts] = {}
@@ -512,7 +520,9 @@ class _ClusterDiagnosis:
             archive = storage.archive
             assert archive is not None
             partitions = self._cluster.partitions
-            has_unarchived = any(partitions[each].unarchived_count for each in storage.replicas)
+            has_unarchived = any(
+                partitions[partition_id].unarchived_count for partition_id in storage.replicas
+            )
             has_failed = has_unarchived and bool(archive.error)
             if archive.read_damage or (has_failed and archive.is_damaged):
                 reason = archive.read_damage or archive.error
@@ -525,7 +535,7 @@ class _ClusterDiagnosis:
         if failed:
             names, worst_archive = (
                 ", ".join(failed),
-                max(failed.values(), key=lambda x: x.failure_count),
+                max(failed.values(), key=lambda facts: facts.failure_count),
             )
             fields = {"why": worst_archive.error, "count": worst_archive.failure_count}
             self._add_finding("archive-unavailable", names, storages=names, **fields)
@@ -533,8 +543,8 @@ class _ClusterDiagnosis:
 
     def _check_archive_lag(self, url: str, lags_s: Mapping[PartitionId, float]) -> None:
         partitions = self._cluster.partitions
-        if url and all(each.archived_mark is None for each in partitions.values()):
-            if any(each.unarchived_count for each in partitions.values()):
+        if url and all(partition.archived_mark is None for partition in partitions.values()):
+            if any(partition.unarchived_count for partition in partitions.values()):
                 option = "--archive-interval-ms 10000"
                 start = self._diagnosis.start_command_with_option(
                     "server", option, archive=shlex.quote(url)
@@ -562,7 +572,7 @@ class _ClusterDiagnosis:
                     / 1000
                 )
         for address, time_ms in times_ms.items():
-            other_times_ms = [each for name, each in times_ms.items() if name != address]
+            other_times_ms = [mean_ms for name, mean_ms in times_ms.items() if name != address]
             if (
                 not other_times_ms
                 or time_ms < SLOW_APPEND_MS_MIN
@@ -625,9 +635,9 @@ class _ClusterDiagnosis:
     def move_command(self, partition_id: PartitionId, owner: ServerFacts) -> str:
         """Return the command that moves a partition, or restarts the only server."""
         other_servers = [
-            each.address
-            for each in self._cluster.servers.values()
-            if each is not owner and not each.failure
+            server.address
+            for server in self._cluster.servers.values()
+            if server is not owner and not server.failure
         ]
         if not other_servers:
             return self._diagnosis.start_command("server", owner.address)
@@ -639,16 +649,19 @@ class _ClusterDiagnosis:
     def rebuild_command(self, replica_count: int | None) -> str:
         """Return the command that rebuilds the znodes; without a replica count, the user adds it.
 
-        With a count that is too small, the command would trust the logs of too few replicas.
+        The doctor does not guess this count: if it is too small, the command trusts too few
+        replicas.
         """
         cluster, connect = self._cluster, self._diagnosis.connect
         option_texts = [
             f"--name {shlex.quote(cluster.name)} --cluster-key {cluster.cluster_key}",
             f"--partitions {cluster.partition_count} --replicas {replica_count or 'COUNT'}",
         ]
-        for each in self._cluster.storages.values():
-            option_texts.append(f"--storage {each.address}:{split_address(each.admin_address)[1]}")
-            group = self._cluster.storage_groups.get(each.address)
+        for storage in self._cluster.storages.values():
+            option_texts.append(
+                f"--storage {storage.address}:{split_address(storage.admin_address)[1]}"
+            )
+            group = self._cluster.storage_groups.get(storage.address)
             option_texts[-1] += "" if group is None else f":{group}"
         rebuild = (
             f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(option_texts)}"
@@ -717,8 +730,8 @@ class _PartitionDiagnosis:
                 )
 
     def _check_replica_count(self) -> None:
-        counts = [len(each) for each in self._cluster.assigned_replicas.values()]
-        usual_count = max(counts, key=lambda each: (counts.count(each), each))
+        counts = [len(replicas) for replicas in self._cluster.assigned_replicas.values()]
+        usual_count = max(counts, key=lambda replicas: (counts.count(replicas), replicas))
         count = len(self._condition.assigned_replicas)
         if count < usual_count:
             self._add_finding("too-few-replicas", count=count, usual=usual_count)
@@ -726,7 +739,8 @@ class _PartitionDiagnosis:
     def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it was lost."""
         if rebuilding.is_undecided(self._condition.facts.metadata, self._condition.facts.marker):
-            # The assignment contains only the decisions so far, not the former replicas.
+            # The assignment contains only the replicas that were chosen so far, not the former
+            # ones.
             self._add_finding(
                 "rebuilding-unfinished", rebuild=self._cluster_diagnosis.rebuild_command(None)
             )
@@ -786,12 +800,12 @@ class _PartitionDiagnosis:
         """Report a missing quorum; return whether the replicas permit an open session."""
         condition, count = self._condition, len(self._condition.assigned_replicas)
         if len(condition.answering_replicas) < condition.quorum_size:
-            # Do not propose to restart healthy processes: offline and broken logs have their own
-            # findings.
+            # Do not propose to restart these processes: replicas that are offline, and logs that
+            # cannot be opened, have their own findings.
             unavailable = [
-                each.address
-                for each in condition.assigned_storages
-                if each.failure and not self._cluster_diagnosis.is_starting(each)
+                storage.address
+                for storage in condition.assigned_storages
+                if storage.failure and not self._cluster_diagnosis.is_starting(storage)
             ]
             doctor = f"waltz-core doctor --connect {self._diagnosis.connect}"
             self._add_finding(
@@ -882,9 +896,9 @@ def _is_nearly_full(disk: DiskFacts) -> bool:
 def _ranges(partitions: Iterable[int]) -> str:
     """Return partitions as ranges, in the syntax of commands: 0-6,9."""
     runs: list[list[int]] = []
-    for each in sorted(partitions):
-        if runs and runs[-1][1] == each - 1:
-            runs[-1][1] = each
+    for partition_id in sorted(partitions):
+        if runs and runs[-1][1] == partition_id - 1:
+            runs[-1][1] = partition_id
         else:
-            runs.append([each, each])
+            runs.append([partition_id, partition_id])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,11 +1,11 @@
 """The doctor's facts about a cluster, which are the only input of a diagnosis.
 
-The probes handle sockets and timeouts, so that the diagnosis needs neither. Facts about healthy
-processes are included, because the doctor also prints a summary.
+The probes handle sockets and timeouts, so the diagnosis depends only on the facts. The facts also
+describe healthy processes, because the doctor prints a summary.
 
 Rules:
-    1. If a process could not be queried, its facts have the reason in `failure`, which is empty for
-       a process that has answered. The other fields then have their defaults.
+    1. If a process has answered, `failure` is empty. Otherwise `failure` is the reason, and the
+       other fields have their defaults.
     2. Flags distinguish the kinds of failures. `is_silent`: the process accepted a connection, but
        did not answer. `is_denied`: the process rejects the token of the doctor, or its principal's
        requests. `is_tls_mismatch`: the process runs, but the TLS handshake failed.
@@ -48,21 +48,21 @@ class ServerFacts:
     is_tls_mismatch: bool = False
     is_denied: bool = False
     latency_ms: float = 0.0
-    # For each served partition, whether it has an open session with a quorum of replicas.
+    # For each served partition, whether there is an open session with a quorum of replicas.
     served_partitions: Mapping[PartitionId, bool] = field(default_factory=dict)
     unreachable_storages: tuple[ReplicaId, ...] = ()
-    # Whether the server owns no partition because other servers cannot connect to it, and their
-    # errors.
+    # Whether the server owns no partition because other servers cannot connect to it. The next
+    # field contains their errors.
     is_excluded_as_unreachable: bool = False
     connection_errors: tuple[str, ...] = ()
-    # For each storage: the number of seconds in the last minute in which it answered appends, and
-    # the median of the mean latencies of these seconds, in microseconds.
+    # For each storage, a pair: the number of seconds in the last minute in which it answered
+    # appends, and the median latency in microseconds (of the mean latencies of these seconds).
     append_latencies: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One replica, as its storage reports it; `open_error`: why its log cannot be opened.
+    """One replica, as its storage reports it; `open_error` is why its log cannot be opened.
 
     `is_opening`: the log has no known fault, and is being opened or about to be opened.
     `is_stuck`: reads of the log get no answer, although the storage answers.
@@ -94,7 +94,7 @@ class DiskFacts:
 
     @property
     def days_until_full(self) -> float | None:
-        """The days until the disk is full at this rate; None if it is unknown or does not fill."""
+        """The days until the disk is full at this rate; None if unknown, or if it does not fill."""
         rate = self.filling_bytes_per_day
         return self.free_bytes / rate if rate is not None and rate > 0 else None
 
@@ -103,9 +103,9 @@ class DiskFacts:
 class ArchiveFacts:
     """The archive as a storage reports it: its settings, and its last attempts.
 
-    `failure_count` is the number of failed attempts since the last successful one, and `error` is
-    the last error. `is_damaged` states that this error is a missing or corrupt file of the archive.
-    `read_damage` is such an error from a read.
+    `failure_count` is the number of failed attempts since the last successful attempt, and `error`
+    is the last error. `is_damaged` is true if this error is a missing or corrupt file of the
+    archive. `read_damage` is an error of the same kind in a read.
     """
 
     url: str
@@ -120,10 +120,10 @@ class ArchiveFacts:
 class StorageFacts:
     """One storage of the assignment: its two ports, its identity, and its replicas.
 
-    `is_hanging`: the administration port answers, but requests that use the disk do not complete.
-    `found_admin_port` is the port at which the administration was found, if it is not the port in
-    ZooKeeper. `clock_ahead_ms` is relative to this machine's clock, None if the storage does not
-    report it.
+    `is_hanging`: the admin port answers, but requests that use the disk do not complete.
+    `found_admin_port` is the storage's real admin port, if ZooKeeper contains a different one.
+    `clock_ahead_ms` is relative to this machine's clock; None if the storage does not report its
+    clock.
     """
 
     address: ReplicaId
@@ -219,7 +219,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts; without a `cluster`, the field before it that is set has the reason."""
+    """All facts; if `cluster` is None, the preceding field that is set is the reason."""
 
     connect: str
     zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()

@@ -1,11 +1,11 @@
 """The table of all findings of the doctor, each with a sentence and a command that repairs it.
 
-Users search for the sentences and scripts run the commands. So all of them are in one table, from
-which docs/doctor.md is generated.
+Users search for the sentences, and scripts run the commands. Therefore one table contains all of
+them, and docs/doctor.md is generated from this table.
 
 Rules:
-    1. A finding has its own sentence, and a command that can be run as printed. Words in capitals
-       in a command are placeholders for the user. No command loses data when it is run as printed.
+    1. A finding has its own sentence, and a command that the user can run as printed, except for
+       words in capitals: these are placeholders. No command loses data if it is run as printed.
     2. A name never changes its meaning, because scripts depend on it.
 """
 
@@ -490,7 +490,7 @@ def new_finding(name: str, subject: object, **fields: object) -> Finding:
     partition = fields.get("partition")
     number = partition if isinstance(partition, int) else None
     kind = FINDING_KINDS[name]
-    texts = {each: str(value) for each, value in fields.items()}
+    texts = {field_name: str(value) for field_name, value in fields.items()}
     sentence = kind.sentence.format_map(texts)
     return Finding(name, str(subject), sentence, kind.command.format_map(texts), number)
 

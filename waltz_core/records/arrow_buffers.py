@@ -1,8 +1,8 @@
 """Builds Arrow arrays over existing memory, without copying the values.
 
-`pa.array` and `pa.scalar` import pandas at their first call. This takes longer than all other
-imports of a daemon, and would interrupt a daemon that is already working. The functions of this
-module do not import anything.
+`pa.array` and `pa.scalar` import pandas at their first call. This import takes longer than all
+other imports of a daemon, and would interrupt a daemon that already serves requests. The functions
+of this module import nothing.
 """
 
 from typing import Any, Final

@@ -4,12 +4,12 @@ Rows stay in batches from the DataFrame to the disk and back. The conversions ru
 without Python code per row.
 
 Rules:
-    1. Invalid bytes from outside raise only BadRequest or TooLarge. The check happens before any
-       allocation that is larger than the bytes themselves. It requires the exact schema, no
-       compression and no dictionaries, and validates every offset and every data CRC.
+    1. Invalid bytes from outside raise only BadRequest or TooLarge. The bytes are checked before
+       any allocation that is larger than the bytes themselves. They must have the exact schema,
+       without compression and dictionaries. Every offset and every data CRC is validated.
     2. The sender computes the CRC of a row's data. This module verifies the CRC and copies it into
        the record, so that one checksum protects the data from the DataFrame to the reader.
-    3. Row i of a request has sequence number `first + i`, whether or not other rows are rejected.
+    3. Row i of a request has sequence number `first + i`, even if other rows are rejected.
     4. `encode_records` returns exactly the bytes of a segment file.
 """
 
@@ -177,9 +177,9 @@ def encode_append(
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise BadRequest(f"append batch, column {name}: {error}") from error
     if len({len(array) for array in arrays.values()}) != 1:
-        found = {name: len(array) for name, array in arrays.items()}
+        row_counts = {name: len(array) for name, array in arrays.items()}
         raise BadRequest(
-            f"append batch: expected columns with equal numbers of rows, found {found}"
+            f"append batch: expected columns with equal numbers of rows, found {row_counts}"
         )
     return bytes(_encode_columns(arrays))
 
@@ -315,8 +315,10 @@ def _short_message(error: BaseException) -> str:
 def _read_batch(payload: Buffer) -> pa.RecordBatch:
     messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(payload)), 3))
     if len(messages) != 2:
-        found = ", ".join(message.type for message in messages) or "nothing"
-        raise BadRequest(f"append batch: expected a schema and one record batch, found {found}")
+        found_text = ", ".join(message.type for message in messages) or "nothing"
+        raise BadRequest(
+            f"append batch: expected a schema and one record batch, found {found_text}"
+        )
     head, body = messages
     for message, kind in ((head, "schema"), (body, "record batch")):
         if message.type != kind:
@@ -331,8 +333,8 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
     schema = pa.ipc.read_schema(head)
     if not (schema.equals(APPEND_SCHEMA) or schema.equals(APPEND_SCHEMA_WITH_MARKS)):
         expected = ", ".join(f"{field.name} {field.type}" for field in APPEND_SCHEMA)
-        found = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
-        raise BadRequest(f"append batch: expected the columns {expected}, found {found}")
+        found_text = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
+        raise BadRequest(f"append batch: expected the columns {expected}, found {found_text}")
     if _is_compressed(memoryview(body.metadata)):
         raise BadRequest("append batch: expected uncompressed buffers, found compressed ones")
     return pa.ipc.read_record_batch(body, schema)
@@ -506,11 +508,11 @@ def encode_records(
 
 def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryview, I64]:
     """Copy the records for which `keep` is true into a new run; return the run and its lengths."""
-    kept = lengths[keep]
-    if kept.size == 0:
-        return memoryview(b""), kept
+    kept_lengths = lengths[keep]
+    if kept_lengths.size == 0:
+        return memoryview(b""), kept_lengths
     chosen = arrow_buffers.as_binary(records, lengths).filter(arrow_buffers.as_booleans(keep))
-    return memoryview(chosen.buffers()[2])[: int(kept.sum())], kept
+    return memoryview(chosen.buffers()[2])[: int(kept_lengths.sum())], kept_lengths
 
 
 # ---------------------------------------------------------------------------------------------
@@ -617,7 +619,7 @@ def _header_columns(
     columns: Sequence[str],
     partition_id: PartitionId,
 ) -> dict[str, pa.Array]:
-    """Return those of the given columns that come from record headers; the caller adds the data."""
+    """Return the given columns, except the data, which the caller adds."""
     arrays: dict[str, pa.Array] = {}
     for name in columns:
         if name == "partition":
@@ -648,7 +650,8 @@ def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
 
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
-    # Not every int64 of ms fits into us. Such a stamp is clipped; nothing depends on its value.
+    # Arrow stores microseconds, so not every int64 of milliseconds fits. A stamp that is too large
+    # is clipped; no code depends on its value.
     stamp_ms_max = np.iinfo(np.int64).max // 1000
     stamps_us = raw_records.stamps_of(
         ids, [(first, last, 1000 * min(max(ms, 0), stamp_ms_max)) for first, last, ms in stamps]

@@ -35,9 +35,9 @@ class ByteLayout:
     """A structure of fields without gaps; with `has_crc`, a CRC-32 follows the fields."""
 
     def __init__(self, *fields: Field, has_crc: bool = False) -> None:
-        self.struct = struct.Struct(_ORDER + "".join(each.code for each in fields))
+        self.struct = struct.Struct(_ORDER + "".join(field.code for field in fields))
         self.fields = (*fields, _CRC) if has_crc else fields
-        self.size_bytes = sum(_size_bytes(each) for each in self.fields)
+        self.size_bytes = sum(_size_bytes(field) for field in self.fields)
 
     def field_offsets(self, start: int = 0) -> list[FieldOffset]:
         """Return all fields with their offsets; `start` is the offset of the first field."""

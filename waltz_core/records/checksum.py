@@ -1,16 +1,16 @@
 """CRC-32 of bytes and of many short rows, and of concatenated bytes from the CRCs of their parts.
 
-CRC-32 is linear over XOR. Hence the checksum of a record follows from the checksums of its header
-and its data, and the checksum of a run of records follows from the CRCs in the records. So the
-bytes are read only once.
+CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from the checksums of
+its header and its data. The checksum of a run of records can be computed from the CRCs in the
+records. So the bytes are read only once.
 
 Rules:
     1. The algorithm is CRC-32 IEEE 802.3, like zlib's; results are always unsigned. ISA-L computes
        it with processor instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python code per row; tables are built once and never changed.
-    4. Errors in linear checksums can be chosen so that they cancel out. Therefore CRCs from an
-       untrusted sender are checked row by row, not with `crc32_of_run`.
+    4. A sender could choose wrong CRCs whose errors cancel out in the checksum of a run. Therefore
+       CRCs from an untrusted sender are checked row by row, not with `crc32_of_run`.
 """
 
 from collections.abc import Sequence
@@ -105,15 +105,15 @@ def crc32_of_run(crcs: U32, lengths: I64) -> int:
     assert crcs.shape == lengths.shape
     powers = _powers()
     ends = lengths.cumsum()
-    run = start = done = 0
+    run = start = done_bytes = 0
     while start < crcs.size:
         # Take the rows that the table of powers covers. Usually these are all rows.
-        stop = int(ends.searchsorted(done + powers.size, side="right"))
+        stop = int(ends.searchsorted(done_bytes + powers.size, side="right"))
         stop = min(max(stop, start + 1), crcs.size)
         end = int(ends[stop - 1])
         part = _run_within(crcs[start:stop], powers.take(end - ends[start:stop]))
-        run = combine(run, part, end - done)
-        start, done = stop, end
+        run = combine(run, part, end - done_bytes)
+        start, done_bytes = stop, end
     return run
 
 
@@ -121,8 +121,8 @@ def _run_within(crcs: U32, powers: U32) -> int:
     # Plane k has bit 31 - k of each CRC as its sign. A shift of all numbers by one count is fast.
     planes = np.empty((32, crcs.size), dtype=np.int32)
     planes[0] = crcs.view(np.int32)
-    for done in (1, 2, 4, 8, 16):
-        np.left_shift(planes[:done], done, out=planes[done : 2 * done])
+    for width in (1, 2, 4, 8, 16):
+        np.left_shift(planes[:width], width, out=planes[width : 2 * width])
     planes >>= 31  # all ones if the CRC has the bit, else zero
     planes &= powers.view(np.int32)
     sums = np.empty(33, dtype=np.uint32)

@@ -1,7 +1,7 @@
 """Lock blocks: for each batch, the locks that its transactions have written.
 
-The owner of a partition writes lock blocks. Storages keep them without reading them, and the next
-owner uses them. This module defines when a block is valid.
+The owner of a partition computes lock blocks, and storages keep them without reading them. The next
+owner fills its lock table from them. This module defines which blocks are valid.
 
     | lock hashes (4 bytes each) | distances (1 byte each) | trailer (`TRAILER`) |
 
@@ -11,14 +11,15 @@ from its end, where the newest blocks are.
 Rules:
     1. A block contains the write and append locks of all transactions first..last. For each lock,
        it contains the distance from the transaction that wrote the lock to `last`. A block with
-       more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then each lock
-       counts as written by `last`, which is at or above the real writer.
-    2. `chain` is the hash chain of the log after `last` (replication/window.py); it covers the
-       whole log up to `last`. If a block contains the log's known chain at `last`, the block
-       belongs to this log, and its `chain before` is the log's chain before `first`.
-    3. So blocks are validated from a known end of the log downwards: each valid block validates the
-       one before it. A block that ends higher is skipped, because its batch was lost or the block
-       is a duplicate. A block that ends lower shows that a block is missing.
+       more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then `last` is
+       used as the writer of each lock, although the real writer may have a lower ID.
+    2. `chain` is the hash chain of the log after `last` (replication/window.py), which covers the
+       whole log up to `last`. If this field equals the known chain of a log at `last`, the block
+       belongs to this log. Then the field `chain before` is the log's chain before `first`.
+    3. Blocks are validated from a known end of the log downwards, because each valid block contains
+       the chain that its predecessor must have. A block that ends higher than expected is skipped:
+       its batch was lost, or the block is a duplicate. A block that ends lower shows that a block
+       is missing.
     4. If a reader finds bytes that are not a block, or a gap, it does not use any older blocks.
 """
 
@@ -31,7 +32,7 @@ from waltz_core.records.record import Chain, TransactionId
 Buffer = bytes | memoryview
 
 HASH_BYTES: Final = 4
-# A batch with more bytes of locks has no block. The limit is the room in a frame.
+# A batch with more bytes of locks has no block, because the block would not fit into a frame.
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
 TRAILER: Final = ByteLayout(

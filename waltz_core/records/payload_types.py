@@ -1,6 +1,6 @@
 """Maps each Arrow type to the type of the values that a msgpack or JSON payload stores for it.
 
-`unpacking.py` reads payloads. `waltz_spark/rows.py` writes them, and has the table of types.
+`unpacking.py` reads payloads. `waltz_spark/rows.py` writes them, and contains the table of types.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def nested_type(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -
 
 def without_nulls(kind: pa.DataType) -> pa.DataType:
     """Return the type unchanged; return boolean instead of the null type."""
-    # NB: casting nulls to nulls inside lists loses some (pyarrow 26).
+    # NB: pyarrow 26 loses some nulls in a cast from nulls to nulls inside lists.
     return pa.bool_() if pa.types.is_null(kind) else kind
 
 

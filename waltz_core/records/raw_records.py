@@ -1,9 +1,9 @@
 """Runs of raw records: consecutive records, exactly as in a segment file.
 
 The owner sends the same bytes to the disks of all replicas, to its cache and to readers. In a
-repair, one replica sends them to another. These functions find positions, IDs, headers and
-checksums in the bytes without decoding the records. A run consists of a buffer and the lengths of
-its records.
+repair, one replica sends these bytes to another replica. The functions of this module find
+positions, IDs, headers and checksums in the bytes without decoding the records. A run consists of a
+buffer and the lengths of its records.
 
     0                8                       24       28  32         36     36+n         40+n
     | transaction ID | request ID (16 bytes) | header | n | data crc | data | record crc |
@@ -128,7 +128,7 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
 def total_bytes(lengths: I64) -> int:
     """Return the total size of the records, in bytes."""
     if lengths.size <= ONE_BY_ONE_MAX:
-        return sum(lengths.tolist())  # for a few, a sixth of the time of arrays
+        return sum(lengths.tolist())  # for a few records, six times as fast as arrays
     return int(lengths.sum())
 
 
@@ -229,10 +229,10 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
     """
     if not stamps:
         return np.zeros(ids.size, dtype=np.int64)
-    firsts, lasts, stamps_ms = np.array(stamps, dtype=np.int64).T
+    first_ids, last_ids, stamps_ms = np.array(stamps, dtype=np.int64).T
     # Search the position of each stamp, not of each ID: there are many more IDs.
-    starts = np.maximum.accumulate(ids.searchsorted(firsts))
-    ends = np.minimum(ids.searchsorted(lasts, side="right"), np.append(starts[1:], ids.size))
+    starts = np.maximum.accumulate(ids.searchsorted(first_ids))
+    ends = np.minimum(ids.searchsorted(last_ids, side="right"), np.append(starts[1:], ids.size))
     bounds = np.zeros(2 * starts.size + 2, dtype=np.int64)
     bounds[1:-1:2] = starts
     bounds[2:-1:2] = np.maximum(ends, starts)
@@ -268,7 +268,8 @@ def verified_crcs(
         return None
     trailers = _gather(records, ends - _TRAILER_BYTES, np.dtype(">u4"))
     whole_crc = crc32(records) if records_crc is None else records_crc
-    # CRC-32 is linear. If the CRC of the run follows from the record CRCs, all records are intact.
+    # CRC-32 is linear: all records are intact if the CRC of the run is the one that the record CRCs
+    # imply.
     return trailers.tobytes() if whole_crc == run_crc(trailers, lengths) else None
 
 

@@ -26,7 +26,8 @@ Chain = NewType("Chain", bytes)
 
 BEFORE_FIRST = TransactionId(-1)
 NO_SESSION = SessionId(-1)
-# The session of a batch that replaces unreadable entries. Such a batch must not be copied.
+# The session of a batch entry that a storage creates for unreadable entries. Such an entry must not
+# be copied to other replicas.
 RECONSTRUCTED = SessionId(-2)
 CHAIN_BYTES = 16
 GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
@@ -48,15 +49,15 @@ FRAME_BYTES_MAX = 16 * 1024 * 1024
 assert TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES < FRAME_BYTES_MAX
 
 # Requests other than appends have negative sequence numbers, so that they are never mistaken for
-# rows. A client's streams use numbers down to this one, its other requests lower ones.
+# rows. A client's streams use numbers down to this minimum; its other requests use lower numbers.
 CONTROL_SEQUENCE_MIN = -(1 << 30)
 
 
 class ReqId(NamedTuple):
-    """The identity of one append, or of another request. Transactions in the log never share one.
+    """The identity of an append or another request. No two transactions in the log share it.
 
-    A writer may use the number of a row again if the row is known to be lost: a Spark task
-    continues after the highest number in the log.
+    A writer may use the sequence number of a row again if the row is known to be lost. For example,
+    a Spark task continues after the highest sequence number in the log.
     """
 
     client_id: ClientId
@@ -101,9 +102,9 @@ class Record(NamedTuple):
 class LineageEntry(NamedTuple):
     """One appended batch: its first and last ID, session, commit stamp and hash chain.
 
-    The entry is equal on all replicas: the owner sets the bounds and every replica copies them.
-    `chain` is the hash chain AFTER this batch. If a batch is truncated in the middle, it gets a new
-    entry and a new chain.
+    The owner sets the bounds and all replicas copy them, so the entry is equal on all replicas.
+    `chain` is the hash chain AFTER this batch. If a batch is truncated in the middle, its remainder
+    gets a new entry and a new chain.
     """
 
     first: TransactionId
@@ -151,7 +152,7 @@ def lock_hash(name: str, key: int) -> int:
 def partition_of_hash(lock: int, partition_count: int) -> PartitionId:
     """Return the partition for a 32-bit hash: the same on every client (docs/spark.md, "Writing").
 
-    The multiplication keeps the hashes of one partition spread over the whole lock table.
+    The multiplication spreads the hashes of one partition over the whole lock table.
     """
     assert partition_count > 0
     multiplied = ((lock & 0xFFFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF

@@ -1,9 +1,9 @@
 """Strict JSON: reads and writes only finite numbers, and text without unpaired surrogates.
 
-Python's `json` writes and reads `NaN` and `Infinity`, which other readers reject. It also reads
-numbers such as `1e999` as infinity. It reads `"\\ud800"`, half of a character (an unpaired
-surrogate), as a text. UTF-8 cannot represent this text, so nothing could store or print it. The
-client's serializer and Spark's payloads use this module.
+The client's serializer and Spark's payloads use this module, because Python's `json` accepts too
+much. It writes and reads `NaN` and `Infinity`, which other readers reject. It reads numbers such as
+`1e999` as infinity. It reads `"\\ud800"`, an unpaired surrogate, as a text, although UTF-8 cannot
+represent this text.
 
 Rules:
     1. The output is UTF-8 without unnecessary whitespace.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Final, NoReturn
 
-# A search in a larger text takes too long for a process that has received it from a peer.
+# In a larger text, the search for a position takes too long: the text may come from a peer.
 _LOCATED_CHARACTERS_MAX: Final = 256 * 1024
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
@@ -75,7 +75,7 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
     """Decode a JSON text; numbers with a fraction or an exponent become a Decimal.
 
     Raises:
-        ValueError: as for `from_json`, except that no number is too large.
+        ValueError: as for `from_json`, but numbers of any size are accepted.
     """
     text = data.decode(json.detect_encoding(data))
     try:
@@ -91,8 +91,8 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
 def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
     """Return the decoded value of a text; raises ValueError if a string has half a character."""
     if _ESCAPED_SURROGATE.search(text):
-        # NB: do not search with `_find_wrong_part` here. A peer can send a MiB, for which it takes
-        # seconds; the encoder is written in C.
+        # NB: `_find_wrong_part` would take seconds for a MiB, which a peer can send. The encoder is
+        # fast, because it is written in C.
         try:
             _ANY_ENCODER.encode(value).encode()
         except UnicodeEncodeError as error:
@@ -168,14 +168,14 @@ def _find_wrong_part(
 ) -> tuple[object, str] | None:
     """Return the first wrong part of a value, with its position; works without recursion."""
     waiting: list[tuple[object, str]] = [(value, "$")]
-    seen: set[int] = set()
+    visited_ids: set[int] = set()
     while waiting:
         part, where = waiting.pop()
         if is_wrong(part):
             return part, where
-        if not isinstance(part, dict | list | tuple) or id(part) in seen:
+        if not isinstance(part, dict | list | tuple) or id(part) in visited_ids:
             continue
-        seen.add(id(part))
+        visited_ids.add(id(part))
         if isinstance(part, dict):
             for key in part:
                 if is_wrong(key):

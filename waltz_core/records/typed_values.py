@@ -1,12 +1,12 @@
 """Builds Arrow arrays of dates, times, timestamps and UUIDs from Avro and Protobuf payloads.
 
-In msgpack and JSON, these values are numbers and texts. In a format with schemas, each value has a
-declared type, so only a value of this type fits a column.
+In msgpack and JSON, these values are numbers and texts. In Avro and Protobuf, each value has a
+declared type, so a column accepts only values of its own type.
 
 Rules:
     1. A timestamp with a time zone fits only a column with a time zone. A timestamp without one
        fits only a column without one.
-    2. A UUID is also a text.
+    2. A column of texts also accepts UUIDs.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Decodes payloads into the columns of a declared schema.
 
-`waltz_spark/rows.py` defines how `data` stores each type. docs/spark.md, "Conversions", has the
-table of accepted values for each type.
+`waltz_spark/rows.py` defines how `data` stores each type. docs/spark.md, "Conversions", lists the
+accepted values of each type.
 
 Rules:
     1. A value is converted only without loss. A float is not an integer, a boolean is not a number,
@@ -11,7 +11,7 @@ Rules:
        column.
     3. A nested array is built from its children, and each child is cast separately. A cast of the
        whole array would also cast the values under a null, which may have another type.
-    4. A key of a payload matches a column like a name in Spark: exactly, or in any case unless
+    4. In Spark, a key of a payload matches a column whose name differs only in case, unless
        `spark.sql.caseSensitive` is on. Outside of Spark, a key must match exactly.
     5. A field that is not nullable never contains a null, because Spark plans queries accordingly.
        A null or absent value does not fit such a field.
@@ -50,7 +50,8 @@ class Unpacker:
         fields: the wanted columns, with Spark's Arrow types.
         data_format: `msgpack`, `json`, `avro` or `protobuf`.
         decode: decodes one payload; required for `avro` and `protobuf`.
-        required: columns that each payload must have, in any case (`columns_matching`).
+        required: columns that each payload must have; their names may differ in case
+            (`columns_matching`).
         is_case_sensitive: whether names that differ only in case are different columns (rule 4).
     """
 
@@ -171,12 +172,12 @@ class Unpacker:
         try:
             self._array_builders[column_index](values)
         except _MISMATCHES:
-            half = len(values) // 2
-            if half == 0:
+            middle = len(values) // 2
+            if middle == 0:
                 yield start
                 return
-            yield from self._mismatched_rows(values[:half], column_index, start)
-            yield from self._mismatched_rows(values[half:], column_index, start + half)
+            yield from self._mismatched_rows(values[:middle], column_index, start)
+            yield from self._mismatched_rows(values[middle:], column_index, start + middle)
 
     def decode_maps(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the payloads as maps; raises BadFormat if a payload is damaged or not a map."""
@@ -239,7 +240,7 @@ def decoder_of(data_format: str, *, exact: bool = False) -> Decode:
 
 
 def packed_identity(data: bytes, names: Sequence[str], decode: Decode) -> bytes | None:
-    """Return the named columns of a payload, packed; None if it is no map or lacks a column."""
+    """Pack the named columns of a payload; None if it is not a map, or lacks a column."""
     try:
         row = decode(data)
         packed: bytes = msgpack.packb([row[name] for name in names], default=plain_value)
@@ -257,10 +258,10 @@ _MSGPACK_REASONS: dict[type, str] = {
 
 
 def columns_matching(name: str, columns: Sequence[str]) -> list[str]:
-    """Return the columns that a name matches: the equal one, else all that differ only in case."""
+    """Return the column with this name, or else all columns whose names differ only in case."""
     if name in columns:
         return [name]
-    return [each for each in columns if each.lower() == name.lower()]
+    return [column for column in columns if column.lower() == name.lower()]
 
 
 def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
@@ -351,8 +352,8 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     if not set(map(type, values)) <= {NoneType, float}:
         _check_types(values, float, int, Decimal)
         values = [
-            each if each is None or type(each) is float else _exact_float(each, kind)
-            for each in values
+            value if value is None or type(value) is float else _exact_float(value, kind)
+            for value in values
         ]
     numbers = pa.array(values, pa.float64())
     if kind == numbers.type:
@@ -378,11 +379,11 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
 
 def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     texts = [
-        each if each is None else _decimal_text(each)
-        for each in _check_types(values, str, int, Decimal)
+        value if value is None else _decimal_text(value)
+        for value in _check_types(values, str, int, Decimal)
     ]
-    # Convert through a wider type: a text with too many digits for 128 bits overflows in Arrow's
-    # cast.
+    # Convert through a wider type, because Arrow's cast overflows for a text with too many digits
+    # for 128 bits.
     wide_numbers = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
     return wide_numbers.cast(kind)
 
@@ -408,7 +409,7 @@ def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(texts, pa.string()).cast(kind)
     except pa.ArrowInvalid:
         microsecond_texts = [
-            each if each is None else _NANOSECONDS.sub(r"\1", each, 1) for each in texts
+            text if text is None else _NANOSECONDS.sub(r"\1", text, 1) for text in texts
         ]
         return pa.array(microsecond_texts, pa.string()).cast(kind)
 

@@ -3,7 +3,8 @@
 Rules:
     1. A payload is decoded with its writer's schema. It must end where its value ends.
     2. fastavro receives only checked schemas (`avro_schemas.py`) and converted values
-       (`avro_values.py`), because it does not check values, and chooses a union's type by itself.
+       (`avro_values.py`), because it does not check values and would choose the type of a union
+       itself.
 """
 
 import io
@@ -110,7 +111,7 @@ class AvroCodec:
         while isinstance(schema, str) and schema in self._named_types:
             schema = self._named_types[schema]
         is_record = isinstance(schema, dict) and schema["type"] == "record"
-        return tuple(each["name"] for each in schema["fields"]) if is_record else ()
+        return tuple(field["name"] for field in schema["fields"]) if is_record else ()
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
         """Encode a value.

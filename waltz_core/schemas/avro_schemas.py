@@ -1,17 +1,17 @@
 """Avro schemas: checks schemas from a schema registry, and derives schemas from columns.
 
-A schema determines how many values a payload can demand from the decoder, and how deeply the
-decoder recurses. So a schema is checked before it is used.
+A malicious schema could let a small payload exhaust the memory of the decoder, or crash it by deep
+recursion. So a schema is checked before it is used.
 
 Rules:
-    1. A schema is nested at most `DEPTH_MAX` levels deep; references to named types count, too. A
-       type that contains itself is rejected: a payload could nest it until the process crashes.
-    2. An element of an array or a map has at least one byte. It also has at most `VALUES_PER_BYTE`
-       values for each of its bytes, not counting nested arrays and maps. Otherwise a count in a few
-       bytes could demand any number of values.
-    3. Logical types are renamed: fastavro converts some of them with losses, or in a time that is
-       quadratic in the size of the payload. `avro_values.py` has the conversions. Unknown logical
-       types are ignored, as the specification demands.
+    1. A schema has at most `DEPTH_MAX` nested levels, including references to named types. A type
+       that contains itself is rejected, because a payload could nest it until the process crashes.
+    2. An element of an array or a map takes at least one byte, and contains at most
+       `VALUES_PER_BYTE` values for each of its bytes, not counting nested arrays and maps.
+       Otherwise a payload of a few bytes could contain a count for billions of values.
+    3. Logical types are renamed, so that `avro_values.py` converts them instead of fastavro.
+       fastavro's conversions lose information, or take a time that is quadratic in the size of the
+       payload. Unknown logical types are ignored, as the specification demands.
 """
 
 import re
@@ -30,7 +30,8 @@ VALUES_PER_BYTE: Final = 16
 FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
 # The prefix of renamed logical types (rule 3).
 RENAMED_PREFIX: Final = "waltz-"
-# The key for the default of a field. Readers need no default, and `avro_values.py` writes it.
+# The key for the default of a field. Readers need no default, and `avro_values.py` writes defaults
+# itself.
 DEFAULT_KEY: Final = f"{RENAMED_PREFIX}default"
 ROOT_NAME: Final = "topLevelRecord"  # the name that Spark's to_avro uses
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -113,17 +114,17 @@ class AvroSchemaCheck:
     def _find_type(self, name: str, namespace: str) -> tuple[str, _Size]:
         if name in _PRIMITIVE_SIZES:
             return name, _PRIMITIVE_SIZES[name]
-        full = name if "." in name or not namespace else f"{namespace}.{name}"
-        if full not in self._named_sizes:
-            full = name
-        if full not in self._named_sizes:
+        full_name = name if "." in name or not namespace else f"{namespace}.{name}"
+        if full_name not in self._named_sizes:
+            full_name = name
+        if full_name not in self._named_sizes:
             raise BadFormat(f"Avro schema: there is no type {name!r:.100}")
-        size = self._named_sizes[full]
+        size = self._named_sizes[full_name]
         if size is None:  # rule 1
             raise BadFormat(
-                f"Avro schema: type {full!r:.100} contains itself, which is not supported"
+                f"Avro schema: type {full_name!r:.100} contains itself, which is not supported"
             )
-        return full, size
+        return full_name, size
 
     def _check_union(
         self, schema: list[Any], namespace: str, depth: int
@@ -132,9 +133,9 @@ class AvroSchemaCheck:
             raise BadFormat(
                 "Avro schema: expected a union with at least one type, found an empty one"
             )
-        if any(isinstance(each, list) for each in schema):
+        if any(isinstance(branch_schema, list) for branch_schema in schema):
             raise BadFormat("Avro schema: expected no union in a union, found one")
-        parts = [self._check_type(each, namespace, depth - 1) for each in schema]
+        parts = [self._check_type(branch_schema, namespace, depth - 1) for branch_schema in schema]
         names = [branch_name(branch) for branch, _ in parts]
         if len(set(names)) != len(names):
             raise BadFormat(
@@ -214,7 +215,7 @@ class AvroSchemaCheck:
     def _check_enum(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
         name, _ = self._define_type(schema, namespace)
         symbols = schema.get("symbols")
-        if not isinstance(symbols, list) or not all(_is_name(each, _NAME) for each in symbols):
+        if not isinstance(symbols, list) or not all(_is_name(symbol, _NAME) for symbol in symbols):
             raise BadFormat(f"Avro schema: enum {name!r:.100} has no list of symbols")
         self._named_sizes[name] = size = _flat_size(1)
         return {"type": "enum", "name": name, "symbols": symbols}, size
@@ -233,13 +234,13 @@ class AvroSchemaCheck:
         name, own_namespace = schema.get("name"), schema.get("namespace")
         if own_namespace is None:
             own_namespace = namespace
-        full = f"{own_namespace}.{name}" if own_namespace and "." not in str(name) else name
-        if not isinstance(full, str) or not _is_name(full, _FULL_NAME):
-            raise BadFormat(f"Avro schema: expected a name of a type, found {full!r:.100}")
-        if full in self._named_sizes or full in _PRIMITIVE_SIZES:
-            raise BadFormat(f"Avro schema: two types have the name {full!r:.100}")
-        self._named_sizes[full] = None
-        return full, full.rpartition(".")[0]
+        full_name = f"{own_namespace}.{name}" if own_namespace and "." not in str(name) else name
+        if not isinstance(full_name, str) or not _is_name(full_name, _FULL_NAME):
+            raise BadFormat(f"Avro schema: expected a name of a type, found {full_name!r:.100}")
+        if full_name in self._named_sizes or full_name in _PRIMITIVE_SIZES:
+            raise BadFormat(f"Avro schema: two types have the name {full_name!r:.100}")
+        self._named_sizes[full_name] = None
+        return full_name, full_name.rpartition(".")[0]
 
 
 def branch_name(schema: str | dict[str, Any]) -> str:

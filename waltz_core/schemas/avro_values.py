@@ -17,8 +17,8 @@ Rules:
     1. A value is written only if it has the type of its field and nothing is lost, except that a
        float is rounded. An integer is also accepted as float and decimal, and a text as uuid.
     2. For a union, the first type that accepts the value is written; `float` is tried last.
-    3. If a value lacks a field, the field's default is written, or null if there is none. A key
-       that is not a field is an error.
+    3. If a value lacks a field, the field's default is written, or null if the field has no
+       default. A key that is not a field is an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -157,16 +157,16 @@ class AvroConverter:
     def _record_converter(self, schema: Mapping[str, Any]) -> Converter:
         fields = [
             _RecordField(
-                each["name"],
-                self.converter_of(each["type"]),
-                self._convert_default(each["type"], each[DEFAULT_KEY])
-                if DEFAULT_KEY in each
+                field["name"],
+                self.converter_of(field["type"]),
+                self._convert_default(field["type"], field[DEFAULT_KEY])
+                if DEFAULT_KEY in field
                 else None,
-                DEFAULT_KEY in each,
+                DEFAULT_KEY in field,
             )
-            for each in schema["fields"]
+            for field in schema["fields"]
         ]
-        names = {each.name for each in fields}
+        names = {field.name for field in fields}
 
         def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
             if not isinstance(value, dict):
@@ -189,7 +189,9 @@ class AvroConverter:
 
     def _union_converter(self, schema: list[Any]) -> Converter:
         branches = [
-            (branch_name(each), self.converter_of(each)) for each in schema if each != "null"
+            (branch_name(branch_schema), self.converter_of(branch_schema))
+            for branch_schema in schema
+            if branch_schema != "null"
         ]
         branches.sort(key=lambda branch: branch[0] == "float")  # rule 2
         has_null = "null" in schema
@@ -251,7 +253,7 @@ def _array_converter(item_converter: Converter) -> Converter:
     def convert(value: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(value, list | tuple):
             raise mismatch_error("a list", value)
-        return [item_converter(each) for each in value]
+        return [item_converter(element) for element in value]
 
     return convert
 
@@ -260,7 +262,7 @@ def _map_converter(value_converter: Converter) -> Converter:
     def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
         if not isinstance(value, dict):
             raise mismatch_error("a map", value)
-        return {check_text(key): value_converter(each) for key, each in value.items()}
+        return {check_text(key): value_converter(element) for key, element in value.items()}
 
     return convert
 

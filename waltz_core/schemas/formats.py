@@ -10,8 +10,8 @@ Rules:
        `SCHEMAS_MAX` IDs, because payloads contain the IDs, and a writer chooses them.
     2. A serializer contains only references, so that it can be sent to another process: URLs, the
        name of a file with credentials, subject and schema. Each process has its own cache.
-    3. An outage of the schema registry is `Unavailable`, and never counts as a payload that does
-       not fit.
+    3. An outage of the schema registry raises `Unavailable`; the payload is not reported as
+       damaged.
 """
 
 import json
@@ -45,14 +45,14 @@ class PayloadCodec(Protocol):
 
 
 class _MissingSchema(NamedTuple):
-    """An ID that the registry does not have; it is not requested again before `retry_at_s`."""
+    """An ID that does not exist in the registry; it is not requested again before `retry_at_s`."""
 
     reason: str
     retry_at_s: float
 
 
 class SchemaCache:
-    """The codecs for the schemas of a registry, by schema ID (rule 1); several threads may use it.
+    """The codecs for the schemas of a registry, by schema ID (rule 1); thread-safe.
 
     Args:
         registry: requests schemas.
@@ -143,7 +143,7 @@ def shared_schema_cache(urls: str, auth_file: str | None, kind: SchemaType) -> S
 
 
 class PayloadEncoder:
-    """Encodes payloads with one registered schema; it needs no registry in any process."""
+    """Encodes payloads with one registered schema; no process needs the registry for this."""
 
     def __init__(self, schema: RegisteredSchema, message: str | None = None) -> None:
         self._prefix = prefix_of(schema.schema_id)

@@ -7,9 +7,9 @@ Rules:
     2. A payload names the message type by its path in the file (`schema_prefix.py`).
     3. The parser limits the depth of messages to 100, and memory to the size of the payload.
        `protobuf_values.py` limits the number of fields.
-    4. `_BUILT_IN_FILES` has files that the registry does not store, because each compiler has
-       them: the well-known types, and some files of google.type and Confluent. Confluent's
-       meta.proto has only options, which nothing here reads, so it is an empty file.
+    4. The registry does not store the files that each compiler contains: the well-known types, and
+       some files of google.type and Confluent. `_BUILT_IN_FILES` contains these files. Confluent's
+       meta.proto is empty there, because it declares only options, and no code here reads them.
 """
 
 import base64
@@ -94,7 +94,10 @@ class ProtobufCodec:
         self._types = MessageTypes()
         self._classes: dict[tuple[int, ...], _MessageClass] = {}
         self._pool = descriptor_pool.DescriptorPool()
-        files = {each.name: _parse_file(each.text, each.name) for each in schema.references}
+        files = {
+            reference.name: _parse_file(reference.text, reference.name)
+            for reference in schema.references
+        }
         self._file = _parse_file(schema.text, f"schema-{schema.schema_id}.proto")
         try:
             self._add_file(self._file, files, set())
@@ -179,16 +182,20 @@ class ProtobufCodec:
         """Return the path to a message type in the file; raises BadConfig if it does not exist."""
         prefix = f"{self._file.package}." if self._file.package else ""
         waiting: list[tuple[str, Any, tuple[int, ...]]] = [
-            (prefix, each, (at,)) for at, each in enumerate(self._file.message_type)
+            (prefix, message_type, (index,))
+            for index, message_type in enumerate(self._file.message_type)
         ]
         known_names = []
         while waiting:
             prefix, kind, path = waiting.pop()
-            full = prefix + kind.name
-            if full == name:
+            full_name = prefix + kind.name
+            if full_name == name:
                 return path
-            known_names.append(full)
-            waiting += [(f"{full}.", each, (*path, at)) for at, each in enumerate(kind.nested_type)]
+            known_names.append(full_name)
+            waiting += [
+                (f"{full_name}.", message_type, (*path, index))
+                for index, message_type in enumerate(kind.nested_type)
+            ]
         raise BadConfig(
             f"schema {self._schema_id} has no message type {name!r}; it has "
             f"{first_names_text(sorted(known_names), 10)}"

@@ -13,14 +13,15 @@
     confluent.type.Decimal                  decimal.Decimal
 
 Rules:
-    1. A field with presence that is not set is absent from the dict. A field without presence has
-       its default, because Protobuf does not store whether it was set.
+    1. If a field has presence (in the sense of Protobuf) and is not set, the dict does not contain
+       it. A field without presence has its default, because Protobuf does not store whether it was
+       set.
     2. A value is written only if it has the type of its field and nothing is lost
        (`strict_values.py`). A null is an absent field; it is an error if the message cannot express
        that the field is absent. A key that is not a field is an error.
-    3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload, but `VALUES_MIN`
-       are always permitted. The limit is necessary because a nested message can have many fields
-       that take no bytes.
+    3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload; `VALUES_MIN`
+       fields are always permitted. Without this limit, a small payload could produce a huge value,
+       because fields of a nested message may take no bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -181,7 +182,7 @@ class MessageReader:
     def value(self, message: Message) -> Any:  # noqa: ANN401
         """Convert the message; raises ValueError, OverflowError or AttributeError.
 
-        AttributeError: a message has the name of a known type, but other fields.
+        AttributeError: a message has the name of a well-known type, but other fields.
         """
         special = _SPECIAL_READERS.get(message.DESCRIPTOR.full_name)
         if special is not None:
@@ -209,7 +210,7 @@ class MessageReader:
             # For a map of messages, `items` would return copies of the keys only.
             return {key: self._single_value(part, field_value[key]) for key in field_value}
         if part.is_repeated:
-            return [self._single_value(part, each) for each in field_value]
+            return [self._single_value(part, element) for element in field_value]
         return self._single_value(part, field_value)
 
     def _single_value(self, part: MessageField, field_value: Any) -> Any:  # noqa: ANN401
@@ -318,10 +319,10 @@ class MessageBuilder:
                 raise mismatch_error("a list", field_value)
             target = getattr(message, part.name)
             if part.scalar_converter is not None:
-                target.extend([part.scalar_converter(each) for each in field_value])
+                target.extend([part.scalar_converter(element) for element in field_value])
             else:
-                for each in field_value:
-                    self.fill(target.add(), each)
+                for element in field_value:
+                    self.fill(target.add(), element)
         elif part.scalar_converter is not None:
             setattr(message, part.name, part.scalar_converter(field_value))
         else:
@@ -330,11 +331,11 @@ class MessageBuilder:
     def _set_map(self, target: Any, part: MessageField, key: Converter, field_value: Any) -> None:  # noqa: ANN401
         if not isinstance(field_value, dict):
             raise mismatch_error("a map", field_value)
-        for name, each in field_value.items():
+        for name, element in field_value.items():
             if part.scalar_converter is not None:
-                target[key(name)] = part.scalar_converter(each)
+                target[key(name)] = part.scalar_converter(element)
             else:
-                self.fill(target[key(name)], each)
+                self.fill(target[key(name)], element)
 
 
 def _write_timestamp(message: Message, value: Any) -> None:  # noqa: ANN401

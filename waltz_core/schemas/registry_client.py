@@ -1,16 +1,18 @@
 """A client for a schema registry with Confluent's HTTP API.
 
-The registry decides about versions and compatibility. This client requests a schema by its ID or by
-the version of a subject, and registers schemas.
+This client requests a schema by its ID or by the version of a subject, and registers schemas. The
+registry itself checks the compatibility of versions.
 
 Rules:
-    1. The class of an error states the cause. `BadFormat`: a payload names a schema that the
-       registry does not have, or a schema is not valid. `BadConfig`: URL, credentials, subject or
-       version are wrong. `BadRequest`: the registry rejects a new schema. `Unavailable`: there is
-       no answer now; this never counts as a missing schema.
-    2. All requests for one schema, including those for the schemas to which it refers, share one
-       time limit. If an address does not answer in its share of the remaining time, the next
-       address is used.
+    1. The class of an error shows its cause:
+       - `BadFormat`: a payload names a schema that does not exist, or a schema is not valid.
+       - `BadConfig`: URL, credentials, subject or version are wrong.
+       - `BadRequest`: the registry rejects a new schema.
+       - `Unavailable`: the registry does not answer now. An outage is never reported as a missing
+         schema.
+    2. All requests for one schema share one time limit, including the requests for the schemas to
+       which it refers. Each address of the registry gets an equal share of the remaining time; then
+       the next address is used.
     3. A schema refers to at most `REFERENCES_MAX` other schemas, directly or indirectly.
 """
 
@@ -150,7 +152,7 @@ class _SchemaLookup:
         reply = _json_object(answer.body)
         if answer.status == 200 and reply is not None:
             return reply
-        # The answer of another web server without this API has no error code.
+        # An answer without an error code comes from a web server that is not a schema registry.
         if answer.status == 404 and reply is not None and "error_code" in reply:
             return None
         raise _rejection_error(answer, reply, str(self._registry))
@@ -170,7 +172,11 @@ class _SchemaLookup:
         schema_text = f"schema {schema_id} of the schema registry at {self._registry}"
         schemas_by_version: dict[tuple[str, int], NamedSchema | None] = {}
         self._collect_references(reply, schemas_by_version, schema_text)
-        references = tuple(each for each in schemas_by_version.values() if each is not None)
+        references = tuple(
+            referenced_schema
+            for referenced_schema in schemas_by_version.values()
+            if referenced_schema is not None
+        )
         return RegisteredSchema(
             schema_id, self._kind, self._schema_text(reply, schema_text), references
         )
@@ -181,7 +187,7 @@ class _SchemaLookup:
         schemas_by_version: dict[tuple[str, int], NamedSchema | None],
         location: str,
     ) -> None:
-        """Add the schemas to which a schema refers, each after those to which it refers itself."""
+        """Add the schemas to which a schema refers; each follows the schemas that it needs."""
         for name, subject, version in _parse_references(reply, location):
             key = (subject, version)
             if key in schemas_by_version:
@@ -190,10 +196,10 @@ class _SchemaLookup:
                 raise BadFormat(
                     f"{location}: expected at most {REFERENCES_MAX} referenced schemas, found more"
                 )
-            schemas_by_version[key] = None  # ends the recursion for a schema that refers to itself
+            schemas_by_version[key] = None  # ends the recursion if a schema refers to itself
             part = self.subject_schema(subject, version)
             self._collect_references(part, schemas_by_version, location)
-            del schemas_by_version[key]  # moves it after its own references
+            del schemas_by_version[key]  # moves the schema after its own references
             schemas_by_version[key] = NamedSchema(name, self._schema_text(part, location))
 
     def _schema_text(self, reply: dict[str, Any], location: str) -> str:
@@ -232,8 +238,8 @@ def _parse_references(reply: dict[str, Any], location: str) -> list[tuple[str, s
     if not isinstance(given, list):
         raise BadFormat(f"{location}: expected a list of references, found {type(given).__name__}")
     references = []
-    for each in given:
-        fields = each if isinstance(each, dict) else {}
+    for reference in given:
+        fields = reference if isinstance(reference, dict) else {}
         name, subject, version = (fields.get(key) for key in ("name", "subject", "version"))
         if not isinstance(name, str) or not isinstance(subject, str) or type(version) is not int:
             raise BadFormat(f"{location}: expected references with name, subject and version")

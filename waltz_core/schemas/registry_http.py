@@ -1,7 +1,7 @@
 """HTTP requests to a schema registry.
 
 Rules:
-    1. A request ends within its time limit, however slowly the peer answers: each read waits only
+    1. A request ends within its time limit, even if the peer answers slowly: each read waits only
        for the remaining time.
     2. An answer over `ANSWER_BYTES_MAX` is rejected.
     3. The client follows no redirects and uses no proxies: credentials reach only the host that the
@@ -23,7 +23,7 @@ from waltz_core.schemas.registry_urls import RegistryAddress
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 _AUTH_FILE_BYTES_MAX: Final = 4096
-# The number of characters that an answer may add to a message.
+# The maximum number of characters of an answer that an error message contains.
 _TEXT_MAX: Final = 300
 
 

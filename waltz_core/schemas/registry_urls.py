@@ -33,7 +33,7 @@ def addresses_of(urls: str) -> tuple[RegistryAddress, ...]:
     """
     if not isinstance(urls, str):
         raise BadConfig(f"schema registry: expected a URL, found {type(urls).__name__}")
-    addresses = tuple(_parse_address(each.strip()) for each in urls.split(",") if each.strip())
+    addresses = tuple(_parse_address(url.strip()) for url in urls.split(",") if url.strip())
     if not addresses:
         raise BadConfig("schema registry: expected a URL like http://registry:8081, found none")
     return addresses

@@ -7,9 +7,10 @@
 Source: "Wire format" of Confluent's page about serializers and deserializers.
 
 Rules:
-    1. The message indexes are the path to a message type in its file: the index among the types of
-       the file, then the index among the types nested in this one, and so on. They are encoded as
-       the number of steps, followed by each step; all are zigzag varints of Protobuf.
+    1. The message indexes are the path to a message type in its file. The first index selects a
+       type of the file, and each following index selects a type that is nested in the previous one.
+       The path is encoded as the number of indexes, followed by the indexes; all are zigzag varints
+       of Protobuf.
     2. The path [0], the first type of the file, is written as the single byte 0. Readers also
        accept its long form.
 """
@@ -23,7 +24,7 @@ from waltz_core.errors import BadFormat
 MAGIC_BYTE: Final = 0
 SCHEMA_ID_MAX: Final = (1 << 31) - 1
 _PREFIX: Final = struct.Struct(">BI")
-# protoc rejects types that are nested more deeply. The limit also bounds what a payload can demand.
+# protoc rejects types that are nested more deeply. The limit also bounds the work for a payload.
 _PATH_STEPS_MAX: Final = 32
 _VARINT_BYTES_MAX: Final = 5
 
@@ -63,7 +64,7 @@ def encode_message_indexes(path: Sequence[int]) -> bytes:
     assert path
     if tuple(path) == FIRST_MESSAGE_PATH:
         return b"\0"
-    return b"".join(_encode_varint(each << 1) for each in (len(path), *path))
+    return b"".join(_encode_varint(number << 1) for number in (len(path), *path))
 
 
 def split_message_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
@@ -72,18 +73,18 @@ def split_message_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
     Raises:
         BadFormat: the indexes are damaged.
     """
-    count, at = _read_varint(body, 0)
+    count, offset = _read_varint(body, 0)
     if count == 0:
-        return FIRST_MESSAGE_PATH, body[at:]
+        return FIRST_MESSAGE_PATH, body[offset:]
     if not 0 < count <= _PATH_STEPS_MAX:
         raise BadFormat(f"expected 1 to {_PATH_STEPS_MAX} message indexes, found {count}")
     path = []
     for _ in range(count):
-        step, at = _read_varint(body, at)
+        step, offset = _read_varint(body, offset)
         if step < 0:
             raise BadFormat(f"expected message indexes from 0, found {step}")
         path.append(step)
-    return tuple(path), body[at:]
+    return tuple(path), body[offset:]
 
 
 def _encode_varint(value: int) -> bytes:
@@ -98,11 +99,11 @@ def _encode_varint(value: int) -> bytes:
 def _read_varint(body: bytes, at: int) -> tuple[int, int]:
     """Decode the zigzag varint at an offset; return it, and the offset after it."""
     value = 0
-    for each in range(_VARINT_BYTES_MAX):
-        if at + each >= len(body):
+    for byte_index in range(_VARINT_BYTES_MAX):
+        if at + byte_index >= len(body):
             raise BadFormat("the message indexes are truncated")
-        byte = body[at + each]
-        value |= (byte & 0x7F) << (7 * each)
+        byte = body[at + byte_index]
+        value |= (byte & 0x7F) << (7 * byte_index)
         if not byte & 0x80:
-            return (value >> 1) ^ -(value & 1), at + each + 1
+            return (value >> 1) ^ -(value & 1), at + byte_index + 1
     raise BadFormat(f"a message index has over {_VARINT_BYTES_MAX} bytes")

@@ -16,7 +16,7 @@ Converter = Callable[[Any], Any]
 DECIMAL_DIGITS_MAX: Final = 76
 _DECIMAL_LIMIT: Final = 10**DECIMAL_DIGITS_MAX
 _EXACT_DIGITS: Final = 2 * DECIMAL_DIGITS_MAX
-# Numbers of up to twice as many digits are exact; more digits are an error.
+# Results with up to twice as many digits are exact; more digits are an error.
 _EXACT_CONTEXT: Final = Context(prec=2 * _EXACT_DIGITS, traps=[Inexact])
 
 

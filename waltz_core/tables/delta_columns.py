@@ -11,8 +11,8 @@ from waltz_core.tables.inferred_columns import LEVELS_MAX
 from waltz_core.tables.row_changes import DELETED
 
 _RESERVED_NAMES = {"_partition", "_transaction_id", DELETED}
-# Spark cannot write a column whose name has one of the first characters. deltalake cannot find a
-# column with a control character, and reserves the prefix for its own columns.
+# Spark cannot write a column whose name contains a space or one of ,;{}()= . deltalake cannot find
+# a column with a control character, and reserves the prefix __delta_rs_ for its own columns.
 _FORBIDDEN_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
 _DELTA_TYPES = (
     pa.types.is_boolean,
@@ -74,15 +74,17 @@ def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
         )
     if pa.types.is_struct(kind):
         _check_names(kind, f"{path}.", set())
-    for each in range(kind.num_fields):
-        part = kind.field(each)
+    for child_index in range(kind.num_fields):
+        part = kind.field(child_index)
         inner_path = f"{path}.{part.name}" if pa.types.is_struct(kind) else path
         _check_nested(part.type, inner_path, level + 1)
 
 
 def _is_delta_type(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind) or pa.types.is_list(kind) or pa.types.is_map(kind):
-        return all(_is_delta_type(kind.field(each).type) for each in range(kind.num_fields))
+        return all(
+            _is_delta_type(kind.field(child_index).type) for child_index in range(kind.num_fields)
+        )
     if pa.types.is_timestamp(kind):
         return kind.unit == "us" and kind.tz in (None, "UTC")
     if pa.types.is_decimal(kind):

@@ -1,12 +1,12 @@
 """Finds a follower's commits in the history of a Delta table, written by deltalake or Spark.
 
 Rules:
-    1. A maintenance commit belongs to no follower. A commit of Spark's auto compaction has the
-       metadata of the session, and so the marks of the follower.
+    1. A maintenance commit belongs to no follower, even if it contains a follower's marks: a commit
+       of Spark's auto compaction inherits the metadata of the session.
     2. Spark's `MERGE` succeeds even if a `RESTORE`, or a commit of a follower with another name,
-       came after the marks were read. So the commits between the two newest commits of the follower
-       are searched as well, because the process of the follower may have been killed before it read
-       the table again.
+       came after the marks were read. The follower detects such a commit only when it reads the
+       table again, and may be killed earlier. So the next process also searches the commits between
+       the two newest commits of the follower.
 """
 
 from collections.abc import Sequence
@@ -46,21 +46,23 @@ def find_newest_commit(
     Args:
         follower: the name of the follower.
         commits: the newest commits of the table, the newest first.
-        is_complete: whether the table has no older commits.
+        is_complete: whether `commits` reaches back to the first commit of the table.
 
     Returns:
-        None if there is no commit of the follower, or if older commits must be read, too.
+        None if `commits` contains no commit of the follower, or if older commits must be read, too.
     """
-    other_commits = [each.as_other_commit() for each in commits]
+    other_commits = [commit.as_other_commit() for commit in commits]
     own_indexes = [
-        at for at, each in enumerate(other_commits) if each.follower == follower.follower
+        index for index, commit in enumerate(other_commits) if commit.follower == follower.follower
     ]
     if not own_indexes or (len(own_indexes) == 1 and not is_complete):
         return None
     commits_to_check = other_commits[: own_indexes[0]]
     if len(own_indexes) > 1:
         between = other_commits[own_indexes[0] + 1 : own_indexes[1]]
-        commits_to_check += [each for each in between if each.follower or each.is_replacement]
+        commits_to_check += [
+            commit for commit in between if commit.follower or commit.is_replacement
+        ]
     metadata = commits[own_indexes[0]].metadata
     assert metadata is not None, "it has the name of the follower"
     return metadata, commits_to_check

@@ -1,11 +1,11 @@
 """Classifies errors of the library deltalake by their text, because it has few error classes.
 
 Rules:
-    1. `Unavailable` and `Superseded` are errors that another attempt may avoid: errors of the
-       network, of a store that is overloaded or restarts, and commits that another commit preceded.
-       All other errors are permanent, including unknown ones, and end the follower.
-    2. A message has the table and one sentence, without the library's stack. An object store's
-       answer is shown as status, code and text.
+    1. `Unavailable` and `Superseded` are temporary: errors of the network, of an overloaded or
+       restarting store, and conflicts with another commit. After these errors, the follower tries
+       again. All other errors, including unknown ones, end the follower.
+    2. A message contains the table and one sentence, without the library's stack trace. The answer
+       of an object store is shown as status, code and text.
 """
 
 import re
@@ -15,8 +15,8 @@ from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unav
 
 LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unavailable
 
-# The beginning of an error that the SQL of the merge raises, and its position in the library's
-# text.
+# The beginning of an error that the SQL of the merge raises, and a pattern that finds it in the
+# library's text.
 TWO_PARTITIONS_PREFIX: Final = "key in two partitions: "
 _TWO_PARTITIONS_TEXT = re.compile(rf"{TWO_PARTITIONS_PREFIX}(\(.*\) in partition .*)\.'", re.DOTALL)
 _COLOR_CODES = re.compile(r"\x1b\[\d+m")
@@ -36,7 +36,7 @@ PERMISSION_HINT = "Hint: the user of this process needs write permission in the 
 
 
 class _KnownError(NamedTuple):
-    """The meaning of a text: error class, cause (None: the library's text), and hint."""
+    """The meaning of an error text: class, cause (None: the library's text), and hint."""
 
     text: re.Pattern[str]
     kind: type[LibraryError]
@@ -128,7 +128,7 @@ def library_error(table: str, error: Exception) -> LibraryError:
             f"{match[1]}, and partitions have no common order. Hint: use a key that includes the "
             "columns that determine the partition."
         )
-    known_error = next(each for each in _KNOWN_ERRORS if each.text.search(text))
+    known_error = next(candidate for candidate in _KNOWN_ERRORS if candidate.text.search(text))
     cause = known_error.cause or _one_line_cause(text)
     return known_error.kind(". ".join(filter(None, (f"table {table}: {cause}", known_error.hint))))
 
@@ -138,7 +138,7 @@ def _one_line_cause(text: str) -> str:
     if answer := _STORE_ANSWER.search(text):
         status, code = answer.groups()
         reasons = [code, *_ANSWER_TEXT.findall(text)[:1]]
-        reasons_text = ": ".join(each for each in reasons if each)
+        reasons_text = ": ".join(reason for reason in reasons if reason)
         return f"the object store answers {status}{f' ({reasons_text})' * bool(reasons_text)}"
     line = " ".join(_STACK.split(_PREFIXES.sub("", text, 1))[0].split())
     return line.replace(" ↳ ", ": ")[:300].rstrip(". ")

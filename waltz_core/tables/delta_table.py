@@ -1,25 +1,26 @@
 """A Delta table of a follower, written with deltalake: the only file that imports this library.
 
-Each commit has the marks as `userMetadata` of its `commitInfo`, as delta-spark writes them, and the
-identifier of the follower as `txn`.
+Each commit contains the marks as `userMetadata` of its `commitInfo`, like commits of delta-spark,
+and the identifier of the follower as `txn`.
 
 Rules:
-    1. A commit is version v + 1, where v is the version that `marks` has read. The library does not
-       repeat a commit on a newer version.
-    2. A table has the declared columns, `_partition` and `_transaction_id`: the position of the
-       last change of the row.
-    3. If a key has changes in two partitions, the merge fails. `last_changes` detects this only
-       within one batch.
-    4. Inferred columns are committed with the batch that has their first value, even if it
-       has no other effect: the columns do not depend on the limits of batches.
-    5. The follower rejects a type that Delta lacks before the library converts it. It also rejects
-       schemas that the library commits, but cannot read again.
-    6. In the log of Delta, the value of a partition column is a text. The follower rejects types
-       and values that would change when they are read again.
-    7. A table is created when its first changes are known, so a first batch that fails leaves no
-       table.
-    8. If a merge adds fields to a struct, the library writes null for this struct in rows that the
-       merge keeps. So a commit with the marks of the table adds the fields before the merge.
+    1. If `marks` has read version v, the commit must become version v + 1. The library's retry on a
+       newer version is disabled.
+    2. A table has the declared columns and two position columns, `_partition` and
+       `_transaction_id`, which name the transaction of the row's last change.
+    3. If a key has changes in two partitions, the merge fails. (`last_changes` detects this error
+       only within one batch.)
+    4. Inferred columns are committed with the batch that contains their first value, even if this
+       batch has no other effect. So the columns do not depend on the sizes of batches.
+    5. The follower rejects types that Delta does not support, because the library would convert
+       them. It also rejects schemas that the library can commit but not read again.
+    6. Delta stores the value of a partition column as a text. The follower rejects types and values
+       that such a text does not preserve.
+    7. A table is created together with its first changes, so that a failed first batch leaves no
+       empty table.
+    8. If a merge added fields to a struct, the library would write null for the whole struct in
+       unchanged rows. So a separate commit adds the fields before the merge; its marks are the
+       current marks of the table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,8 +71,8 @@ class FollowedDeltaTable:
         key: the key columns.
 
     Raises:
-        BadConfig: a column has a name or a type that Delta lacks, there is no key, or a key column
-            is not declared.
+        BadConfig: a column has a name or a type that Delta does not support, there is no key, or a
+            key column is not declared.
     """
 
     def __init__(self, uri: str, schema: ArrowSchema | None, key: Sequence[str]) -> None:
@@ -97,11 +98,11 @@ class FollowedDeltaTable:
         return pa.schema([part for part in schema if part.name not in _POSITION_COLUMNS])
 
     def create(self, start: TableMarks) -> None:
-        """Let the next `apply` that has an effect, or `finish`, create the table (rule 7)."""
+        """Request that the next `apply` with an effect, or `finish`, creates the table (rule 7)."""
         self._start = start
 
     def finish(self) -> None:
-        """Create the table if `create` was called; the first commit has the marks of its start.
+        """Create the table if `create` was called; the first commit contains the start marks.
 
         Raises:
             Superseded: the table exists already.
@@ -126,7 +127,7 @@ class FollowedDeltaTable:
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest version, or of a table that is not created yet.
 
-        The result is None if there is no table.
+        Returns None if there is no table.
 
         Raises:
             BadConfig: a column of the table has another type than the declared one, or is not
@@ -150,7 +151,7 @@ class FollowedDeltaTable:
                 self._table, self._start = table, None
             else:
                 self._table.update_incremental()
-                if not self._table.history(1):  # an update finds nothing new there
+                if not self._table.history(1):  # an update would find nothing new there
                     raise BadFormat(TABLE_REMOVED_TEXT)
             # NB: the history may have newer commits than the loaded version, under wrong versions.
             while self._state is None or self._state[0] != self._table.version():
@@ -173,18 +174,18 @@ class FollowedDeltaTable:
         self.finish()
         table = self._table
         assert table is not None, "marks() was called"
-        before = table.version()
+        version_before = table.version()
         with self._translate_errors():
             if changes is None or rows is None:
                 _commit_rows(table, _schema_of(table).empty_table(), marks)
                 return True
             _check_partition_values(table, rows)
             if self._has_key(table):
-                before = self._add_fields(table, rows)
+                version_before = self._add_fields(table, rows)
                 self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
             else:
                 _commit_rows(table, rows.filter(pc.invert(changes[DELETED])), marks)
-            return table.version() != before
+            return table.version() != version_before
 
     def _rows_of_changes(self, changes: ArrowTable) -> ArrowTable:
         """Return the rows of changes, with the columns of the table; raises BadConfig."""
@@ -223,7 +224,10 @@ class FollowedDeltaTable:
             _quote_name(name): f"source.{_quote_name(name)}" for name in source.schema.names[:-1]
         }
         is_deleted = f"source.{_quote_name(DELETED)}"
-        is_key = (f"target.{each} = source.{each}" for each in map(_quote_name, self._key))
+        is_key = (
+            f"target.{quoted_name} = source.{quoted_name}"
+            for quoted_name in map(_quote_name, self._key)
+        )
         merge = table.merge(
             source,
             predicate=" AND ".join(is_key),
@@ -240,7 +244,7 @@ class FollowedDeltaTable:
         )
 
     def _delete_condition(self, schema: ArrowSchema, is_deleted: str) -> str:
-        """Return condition `is_deleted`, which fails for a row of another partition (rule 3)."""
+        """Return the condition `is_deleted`; it fails for a row of another partition (rule 3)."""
         key = ", ', ', ".join(_as_text(schema.field(name)) for name in self._key)
         positions = ", ' and ', ".join(
             f"'partition ', CAST({side}._partition AS VARCHAR), ', transaction ', "
@@ -295,7 +299,7 @@ def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
 
 
 def _commit_rows(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
-    """Commit rows, possibly none, and columns that the table lacks."""
+    """Commit rows, possibly none, and add columns that the table lacks."""
     write_deltalake(
         table, rows, mode="append", schema_mode="merge", commit_properties=_commit_properties(marks)
     )
@@ -321,7 +325,9 @@ def _check_partition_values(table: DeltaTable, rows: ArrowTable) -> None:
             continue
         row = pc.index(rows[name], pa.scalar("", rows.schema.field(name).type)).as_py()
         if row >= 0:
-            partition, transaction = (rows[each][row].as_py() for each in _POSITION_COLUMNS)
+            partition, transaction = (
+                rows[position_column][row].as_py() for position_column in _POSITION_COLUMNS
+            )
             raise BadRequest(
                 f"partition {partition}, transaction {transaction}: expected null or a text that "
                 f"is not empty in partition column {name!r} of the table, found ''. Hint: use a "
@@ -341,7 +347,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _comparable_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type without what Delta does not store: names of children and 64-bit offsets."""
+    """Return the type without details that Delta does not store: names of children, large types."""
     if pa.types.is_large_string(kind):
         return pa.string()
     if pa.types.is_large_binary(kind):
@@ -356,7 +362,7 @@ def _comparable_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
-    """Find the newest commit of a follower, and commits to check; read as few as possible."""
+    """Find the newest commit of a follower, and the commits to check; read few commits."""
     version = table.transaction_version(follower.application)
     limit: int | None = 2
     while True:

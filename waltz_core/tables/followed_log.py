@@ -1,12 +1,15 @@
 """The log of a follower, read with a `WaltzClient`; the changes are Arrow tables.
 
 Rules:
-    1. Marks are linearizable: a server that has lost a partition does not report decreasing marks.
-    2. Changes are reduced part by part. So a batch needs memory for a part of 32 MiB, and for the
-       last change of each key.
-    3. The server filters transactions by header; without headers, it returns all. For several
-       tables, it returns the transactions of all of them, and each table decodes only its own.
-    4. With encryption keys, a payload that cannot be decrypted is an error: its row is unknown.
+    1. Marks are read linearizably, so that they never decrease, even if an earlier owner of the
+       partition still answers.
+    2. A batch is read in parts of 32 MiB, and only the last change of each key is kept after each
+       part. So a batch needs memory for one part, and for the last change of each key.
+    3. The server filters transactions by header; without headers, it returns all transactions. For
+       several tables, one read returns the transactions of all tables, and each table decodes only
+       its own transactions.
+    4. If the client has encryption keys, a payload that cannot be decrypted is an error, because
+       its row is unknown.
 """
 
 import time
@@ -57,11 +60,12 @@ class LogStateReader:
         """
         self.replica_sets = self._client.replica_sets(linearizable=True)
         first_ids = {
-            partition: int(each.archived.first) if each.archived else 0
-            for partition, each in self.replica_sets.items()
+            partition: int(replica_set.archived.first) if replica_set.archived else 0
+            for partition, replica_set in self.replica_sets.items()
         }
         marks = {
-            partition: int(each.high_water_mark) for partition, each in self.replica_sets.items()
+            partition: int(replica_set.high_water_mark)
+            for partition, replica_set in self.replica_sets.items()
         }
         return LogState(marks, first_ids)
 
@@ -73,7 +77,8 @@ class LogStateReader:
 class ChangeDecoder:
     """Decodes chunks of the log into the changes of one followed table.
 
-    It selects the transactions of the table, decodes their payloads, and applies the rules.
+    The decoder selects the transactions of the table, decodes their payloads, and applies the
+    rules.
 
     Args:
         location: the name or the path of the table, for errors.
@@ -192,11 +197,11 @@ class ClientFollowedLog:
     ) -> None:
         self._client, self._state_reader = client, state_reader
         self._tables = list(tables)
-        range_forms = {each.form for each in tables}
+        range_forms = {table.form for table in tables}
         self._form = RangeForm.WHOLE if RangeForm.WHOLE in range_forms else RangeForm.HEADERS
         self._headers: tuple[int, ...] = ()
-        if all(each.headers for each in tables):
-            self._headers = tuple(sorted({header for each in tables for header in each.headers}))
+        if all(table.headers for table in tables):
+            self._headers = tuple(sorted({header for table in tables for header in table.headers}))
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs; raises Unavailable."""
@@ -215,10 +220,10 @@ class ClientFollowedLog:
             BeforeLogStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        changes_by_table = [each.empty_changes() for each in self._tables]
+        changes_by_table = [followed_table.empty_changes() for followed_table in self._tables]
         for part in self._read_parts(starts, ends):
-            for at, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
-                changes_by_table[at] = table.add_part(changes_by_table[at], part, start)
+            for index, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
+                changes_by_table[index] = table.add_part(changes_by_table[index], part, start)
         return changes_by_table
 
     def _read_parts(
@@ -228,7 +233,7 @@ class ClientFollowedLog:
         part: list[tuple[int, RangeChunk]] = []
         size = 0
         for partition, end in sorted(ends.items()):
-            start = min(each[partition] for each in starts)
+            start = min(start_marks[partition] for start_marks in starts)
             if end <= start:
                 continue
             chunks = self._client.read_range(
@@ -314,7 +319,7 @@ def add_changes_inferring_columns(
     if not part.num_rows:
         return changes
     reserved = (*LOG_COLUMNS, DELETED)
-    known_columns = pa.schema([each for each in changes.schema if each.name not in reserved])
+    known_columns = pa.schema([field for field in changes.schema if field.name not in reserved])
     rows = with_inferred_columns(part, known_columns, data_format)
     known_columns = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
     if missing := [name for name in rules.key if name not in known_columns.names]:

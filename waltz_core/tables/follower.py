@@ -1,28 +1,29 @@
 """The loop of a follower: it applies the log to its tables, one batch after the other.
 
-The loop depends neither on a table format nor on the representation of changes: it uses
-`FollowedTable` and `FollowedLog`. Changes are an Arrow table without Spark, and a DataFrame with
-Spark.
+The loop depends only on the interfaces `FollowedTable` and `FollowedLog`, not on a table format. It
+also does not depend on the type of changes: without Spark they are an Arrow table, with Spark a
+DataFrame.
 
 Rules:
-    1. The table is the checkpoint: before each batch, the follower reads the table marks. While the
-       table marks stay the same, the follower skips the part of the log in which it has found no
-       change.
+    1. The table is the checkpoint: before each batch, the follower reads the table marks. If the
+       marks have not changed since the last read, the follower also skips the following
+       transactions in which it has already found no changes.
     2. A batch is one commit, on top of the table version that the follower has read. If another
-       commit came first, the follower reads the table again. Before the batch, a table may commit
-       new fields of structs, with its current marks.
-    3. A batch without changes writes no commit. If the marks have moved, the follower commits them
-       alone when its last commit is old, or when the follower ends. At its end, it also stores the
-       start in a user's table without marks, because the next run may have no start.
-    4. It is an error if a commit after the follower's last commit replaces the rows of the table,
-       such as a `RESTORE`. A commit of a follower with another name is an error, too: each follower
-       would apply old changes over the rows of the other. Other commits, except maintenance, are
-       logged as warnings.
-    5. A start is valid only for a table without marks. For a table with marks, a start is an error.
-    6. A batch of several tables is read once, from their lowest marks. Each table has its own marks
-       and its own commit, and receives only the changes after its marks.
-    7. If no end is given, the follower pauses after a batch that reaches the end of the log. So the
-       number of table versions depends on the interval, even if new transactions arrive all the
+       program has committed first, the follower reads the table again. Exception: a separate
+       commit, with the current marks, may add new fields of structs before the batch.
+    3. A batch without changes writes no commit. If the marks have advanced, the follower commits
+       the marks alone when its last commit is older than `MARKS_COMMIT_S`, or when the follower
+       ends. If the table was created by the user and has no marks yet, the follower stores its
+       start marks when it ends. Otherwise the next run would need the start marks again.
+    4. Commits of other programs after the follower's last commit are checked. A commit that
+       replaces the rows of the table, such as a `RESTORE`, is an error. A commit of a follower with
+       another name is an error, because each of the two followers would overwrite newer rows with
+       old changes. Other commits, except maintenance, are logged as warnings.
+    5. Start marks are an error if the table already has marks.
+    6. For several tables, each batch is read once, from the lowest marks of all tables. Each table
+       has its own marks and its own commit, and receives only the changes after its own marks.
+    7. If no end is given, the follower pauses after a batch that reaches the end of the log. So it
+       does not create a table version for each new transaction, even if transactions arrive all the
        time.
 """
 
@@ -89,7 +90,7 @@ ChangesT_co = TypeVar("ChangesT_co", covariant=True)
 
 
 class OtherCommit(NamedTuple):
-    """A commit that the follower did not write; `follower` names another follower that wrote it."""
+    """A commit that the follower did not write; `follower` is the other follower, if any."""
 
     version: int
     operation: str
@@ -109,16 +110,14 @@ class OtherCommit(NamedTuple):
 class TableState(NamedTuple):
     """The state of a follower in the newest version of a table.
 
-    Attributes:
-        metadata: the metadata of the follower's newest commit, with its marks; None if it has no
-            commit.
-        version: the number of transactions that the table records for the application, if any. It
-            is the version in Delta's `txn`, not the version of the table.
-        other_commits: the commits after the follower's newest commit, in any order, and others to
-            check (rule 4); none if the follower has no commit.
-        has_rows: whether the table has rows, or commits of another follower. If there is metadata,
-            it is False only for a table that is not created yet.
-        rules: the rules in the newest commit of any follower, if this follower has no commit.
+    Attributes: metadata: the metadata of the follower's newest commit, with its marks; None if the
+    follower has no commit. version: the number of transactions that the table records for the
+    follower, if any. In Delta, this is the version in `txn`, not the version of the table.
+    other_commits: the commits after the follower's newest commit, in any order, and others to check
+    (rule 4); none if the follower has no commit. has_rows: whether the table has rows, or commits
+    of another follower. If there is metadata, `has_rows` is False only for a table that is not
+    created yet. rules: the rules in the newest commit of any follower, if this follower has no
+    commit.
     """
 
     metadata: str | None
@@ -137,9 +136,10 @@ class FollowedTable(Protocol[ChangesT_contra]):
     """A table in any format, as the follower uses it."""
 
     def create(self, start: TableMarks) -> None:
-        """Create the table, now or at the latest in `finish`; the first commit has the marks.
+        """Create the table, at the latest in `finish`; its first commit contains the marks.
 
-        Until then, `marks` returns the start. So a first batch that fails can leave no table.
+        Until then, `marks` returns the start marks. So a failed first batch need not leave an empty
+        table.
 
         Raises:
             Superseded: the table exists already.
@@ -149,20 +149,20 @@ class FollowedTable(Protocol[ChangesT_contra]):
         """Create the table if `create` has not created it yet; raises Superseded."""
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state of the newest version, on which `apply` commits; None without a table.
+        """Return the state of the newest version, to which `apply` adds; None without a table.
 
         Args:
             follower: the name of the follower, and its cluster.
         """
 
     def apply(self, changes: ChangesT_contra | None, marks: TableMarks) -> bool:
-        """Commit changes and the marks after them as one version; return whether one was written.
+        """Commit changes and marks as one version; return whether a version was written.
 
         If the changes have no effect, no version is needed. If `changes` is None, the marks are
         committed alone.
 
         Raises:
-            Superseded: another commit came after the version that `marks` has read.
+            Superseded: the table has a later version than the one that `marks` has read.
         """
 
 
@@ -216,8 +216,8 @@ class TableProgress(Generic[ChangesT]):
         self._last_read: tuple[str | None, int | None] | None = (
             None  # metadata, version; as last read
         )
-        self._is_created = False  # as far as the follower has read or committed
-        self._has_marks = False  # whether the table has marks of this follower, or has lost them
+        self._is_created = False  # whether the follower has read or created the table
+        self._has_marks = False  # whether the table has, or had, marks of this follower
         self._stored_marks = follower  # the marks in the table
         self._marks = follower  # the marks up to which there are no more changes (rule 1)
         self._warned_versions: set[int] = set()  # versions of other programs that were logged
@@ -240,7 +240,7 @@ class TableProgress(Generic[ChangesT]):
 
     @property
     def is_commit_due(self) -> bool:
-        """Whether to commit marks alone: they have moved, and the last commit is old (rule 3)."""
+        """Whether to commit marks alone: they have advanced, the last commit is old (rule 3)."""
         return self.has_moved and self._clock_s() - self._committed_s >= MARKS_COMMIT_S
 
     def read(self, log: FollowedLog[ChangesT]) -> bool:
@@ -248,7 +248,7 @@ class TableProgress(Generic[ChangesT]):
         return self._try_step(lambda: self._read(log))
 
     def check(self, log: LogState) -> None:
-        """Check that the log still has the transactions after the marks; raises DataLoss."""
+        """Check that the log still contains the transactions after the marks; raises DataLoss."""
         with errors_of_table(self._location):
             next_batch_marks(self.marks, log, 1)
 
@@ -257,7 +257,9 @@ class TableProgress(Generic[ChangesT]):
 
         If the table already has the whole batch, no commit is necessary.
         """
-        marks = {each: max(mark, self.marks.get(each, mark)) for each, mark in end.items()}
+        marks = {
+            partition: max(mark, self.marks.get(partition, mark)) for partition, mark in end.items()
+        }
         return marks == self.marks or self._try_step(lambda: self._commit(changes, marks))
 
     def finish(self, *, is_end: bool) -> bool:
@@ -329,15 +331,17 @@ class TableProgress(Generic[ChangesT]):
         return stored
 
     def _start(self, followed: FollowedLog[ChangesT]) -> TableMarks:
-        """Return the marks before the first transactions of a table without marks.
+        """Return the start marks of a table without marks.
 
         Raises:
             BadConfig: the start lacks a mark for a partition.
-            DataLoss: the log does not have the transactions after the start.
+            DataLoss: the log does not contain the transactions after the start.
         """
         log = followed.state()
         if not self._given_marks:
-            start_marks = {each: log.first_available_ids.get(each, 0) - 1 for each in log.marks}
+            start_marks = {
+                partition: log.first_available_ids.get(partition, 0) - 1 for partition in log.marks
+            }
             return self._follower._replace(marks=start_marks)
         if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
@@ -352,15 +356,15 @@ class TableProgress(Generic[ChangesT]):
     def _check_other_commits(self, other_commits: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
         check_other_commits(other_commits, self._follower)
-        for each in sorted(other_commits):
-            if each.version not in self._warned_versions and not each.is_maintenance:
+        for commit in sorted(other_commits):
+            if commit.version not in self._warned_versions and not commit.is_maintenance:
                 _log.warning(
                     "follow.foreign_commit table=%s version=%d operation=%s",
                     self._location,
-                    each.version,
-                    each.operation,
+                    commit.version,
+                    commit.operation,
                 )
-        self._warned_versions = {each.version for each in other_commits}
+        self._warned_versions = {commit.version for commit in other_commits}
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
@@ -369,15 +373,15 @@ class TableProgress(Generic[ChangesT]):
             self._commit(None, self.marks)
 
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
-        after = self._follower._replace(marks=marks)
-        is_committed = self._table.apply(changes, after)
-        self._marks = after
+        new_marks = self._follower._replace(marks=marks)
+        is_committed = self._table.apply(changes, new_marks)
+        self._marks = new_marks
         if not is_committed and self.is_commit_due:  # rule 3; the log may never be idle
             self._table.finish()
-            is_committed = self._table.apply(None, after)
+            is_committed = self._table.apply(None, new_marks)
         if is_committed:
             _log.debug("follow.committed table=%s marks=%s", self._location, _marks_text(marks))
-            self._stored_marks = after
+            self._stored_marks = new_marks
             self._is_created = self._has_marks = True
             self._committed_s = self._clock_s()
             self._conflict_count = 0
@@ -390,8 +394,8 @@ class Follower(Generic[ChangesT]):
         log: the log, with the changes of each table in it.
         tables: the tables, in the order of the changes.
         batch_transactions: the maximum number of transactions in a batch.
-        on_progress: is called with two numbers of transactions: those that this run has applied,
-            and those that it has to apply, as far as it knows.
+        on_progress: receives the number of applied transactions of this run, and the total number
+            that is known so far.
 
     Raises:
         BadConfig: `batch_transactions` is below 1.
@@ -418,21 +422,22 @@ class Follower(Generic[ChangesT]):
     def run(self, until: MarkMap | None = None) -> list[TableMarks]:
         """Apply the log up to the marks `until`, or forever; return the marks in the tables.
 
-        If the log is not available, the follower tries again without an end, and fails with one.
+        If the log is not available, a follower with an end fails; without an end, it tries again.
 
         Raises:
-            BadConfig: a start was given, and a table has marks or the start lacks a partition; or
-                no start was given, and a table without marks has rows or another follower.
+            BadConfig: start marks were given, but a table has marks, or the start marks lack a
+                partition. Or no start marks were given, and a table without marks has rows or
+                another follower.
             ClusterKeyMismatch: a table follows another cluster.
             BadFormat: table marks are lost, a table was restored, or a payload does not fit.
-            DataLoss: the log does not have the transactions after the table marks.
+            DataLoss: the log does not contain the transactions after the table marks.
             Unavailable: the log or a table does not answer (only with `until`).
-            Superseded: in each attempt, another commit came first.
+            Superseded: in each attempt, another program has committed first.
         """
         while True:
             try:
                 if self._apply_next(until):
-                    return [each.stored_marks for each in self._tables]
+                    return [table.stored_marks for table in self._tables]
             except Unavailable as error:
                 if until is not None:
                     raise
@@ -441,30 +446,31 @@ class Follower(Generic[ChangesT]):
 
     def _apply_next(self, until: MarkMap | None) -> bool:
         """Apply the next batch, or commit marks alone; return whether the follower has ended."""
-        if not all(each.read(self._log) for each in self._tables):
+        if not all(table.read(self._log) for table in self._tables):
             return False
         end = self._next_batch_end(until)
         if end is not None:
             before_first = int(BEFORE_FIRST)
             starts = [
-                {part: each.marks.get(part, before_first) for part in end} for each in self._tables
+                {part: table.marks.get(part, before_first) for part in end}
+                for table in self._tables
             ]
             changes_by_table = self._log.changes(starts, end)
-            done = [
-                each.commit(changes, end)
-                for each, changes in zip(self._tables, changes_by_table, strict=True)
+            committed = [
+                table.commit(changes, end)
+                for table, changes in zip(self._tables, changes_by_table, strict=True)
             ]
-            self._is_pause_due &= all(done)
+            self._is_pause_due &= all(committed)
             return False
         is_end = until is not None
-        return all(each.finish(is_end=is_end) for each in self._tables) and is_end
+        return all(table.finish(is_end=is_end) for table in self._tables) and is_end
 
     def _next_batch_end(self, until: MarkMap | None) -> dict[int, int] | None:
         """Wait for the next batch; return its end, None if marks are due or the end is reached."""
         while True:
             log = self._log.state()
-            for each in self._tables:
-                each.check(log)
+            for table in self._tables:
+                table.check(log)
             starts = self._lowest_marks(log)
             ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
             self._report_progress(starts, ends)
@@ -475,7 +481,7 @@ class Follower(Generic[ChangesT]):
                 self._is_pause_due = until is None and end == ends
                 return end
             if end == starts and (
-                until is not None or any(each.is_commit_due for each in self._tables)
+                until is not None or any(table.is_commit_due for table in self._tables)
             ):
                 return None
             self._is_pause_due = False
@@ -485,15 +491,15 @@ class Follower(Generic[ChangesT]):
         """Return the lowest marks of all tables, from which the next batch is read (rule 6)."""
         before_first = int(BEFORE_FIRST)
         return {
-            partition: min(each.marks.get(partition, before_first) for each in self._tables)
+            partition: min(table.marks.get(partition, before_first) for table in self._tables)
             for partition in log.marks
         }
 
     def _report_progress(self, starts: MarkMap, ends: MarkMap) -> None:
-        done, total = (sum(mark + 1 for mark in marks.values()) for marks in (starts, ends))
+        done_count, total = (sum(mark + 1 for mark in marks.values()) for marks in (starts, ends))
         if self._initial_count is None:
-            self._initial_count = done
-        applied = done - self._initial_count
+            self._initial_count = done_count
+        applied = done_count - self._initial_count
         self._on_progress(applied, max(applied, total - self._initial_count))
 
 
@@ -501,8 +507,8 @@ class Follower(Generic[ChangesT]):
 def errors_of_table(location: str) -> Iterator[None]:
     """Add the table to the message of an error, unless the message already names it.
 
-    `Unavailable` is not changed: it may concern the log, and a table that does not answer names
-    itself.
+    `Unavailable` is not changed: it may come from the log, and the error of a table that does not
+    answer already names the table.
     """
     try:
         yield
@@ -521,9 +527,9 @@ def check_other_commits(other_commits: Sequence[OtherCommit], follower: TableMar
     Raises:
         BadFormat: a commit replaces the rows of the table, or belongs to another follower.
     """
-    for each in other_commits:
-        version, operation, name = each
-        if each.is_replacement:
+    for commit in other_commits:
+        version, operation, name = commit
+        if commit.is_replacement:
             raise BadFormat(
                 f"version {version} of the table is a {operation.upper()} after the last commit "
                 f"of follower {follower.follower!r}, so the rows do not match the marks any "
@@ -542,8 +548,10 @@ def _limit_ends(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]
     """Limit the ends of the log to `until`, but not below the table marks."""
     before_first = int(BEFORE_FIRST)
     return {
-        each: min(end, max(until.get(each, before_first), marks.get(each, before_first)))
-        for each, end in ends.items()
+        partition: min(
+            end, max(until.get(partition, before_first), marks.get(partition, before_first))
+        )
+        for partition, end in ends.items()
     }
 
 

@@ -1,14 +1,14 @@
 """Infers the columns of a table from payloads, if the columns are not declared.
 
 Rules:
-    1. The type of a column is that of its first value: boolean, 64-bit integer, double, text,
+    1. The type of a column is the type of its first value: boolean, 64-bit integer, double, text,
        binary, list or struct. It is never derived from several values.
-    2. A later value of another type is an error, even an integer in a column of doubles. The result
-       must not depend on the limits of batches, which determine the first of two values.
+    2. A later value of another type is an error, even an integer in a column of doubles. If types
+       were merged, the result would depend on the sizes of batches.
     3. Null has no type, and an empty list or struct as the first value is an error.
     4. New columns, and new fields of structs, are appended to the known ones.
-    5. A table has at most `COLUMNS_MAX` columns and fields of structs. So a log whose payloads have
-       arbitrary names does not create thousands of columns.
+    5. A table has at most `COLUMNS_MAX` columns and fields of structs, so that payloads with
+       arbitrary keys cannot create thousands of columns.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,13 +23,13 @@ from waltz_core.tables.row_changes import DELETED, ArrowTable
 
 ArrowType: TypeAlias = pa.DataType
 
-# Nesting levels of lists, maps and structs. deltalake can commit 60 levels, but not read them
-# again.
+# The maximum number of nested lists, maps and structs. deltalake can commit 60 levels, but cannot
+# read them again.
 LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 
-# The columns of the log in the rows of a follower. These names and the position columns of the
-# table are reserved. Spark ignores the case of names.
+# The columns of the log in the rows of a follower. These names and those of the position columns
+# are reserved, in upper and lower case, because Spark ignores case.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 
@@ -96,7 +96,7 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
             continue
         known_type = types.get(name)
         if known_type is not None and _ARROW_TYPES.get(type(value)) == known_type:
-            continue  # nearly all values
+            continue  # the case of nearly all values
         if not isinstance(name, str) or name.lower() in _RESERVED_NAMES:
             raise _Mismatch(
                 name, f"text that is none of {', '.join(sorted(_RESERVED_NAMES))}", repr(name)
@@ -112,7 +112,8 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
 def field_count(types: Iterable[ArrowType]) -> int:
     """Return the number of columns with these types, including the fields in them (rule 5)."""
     return sum(
-        1 + field_count(kind.field(each).type for each in range(kind.num_fields)) for kind in types
+        1 + field_count(kind.field(child_index).type for child_index in range(kind.num_fields))
+        for kind in types
     )
 
 
@@ -146,9 +147,9 @@ def _widen_list(known_type: ArrowType | None, value: list[Any], path: str, level
     if known_type is not None and not pa.types.is_list(known_type):
         raise _Mismatch(path, _type_text(known_type), "a list")
     item = None if known_type is None else known_type.value_type
-    for each in value:
-        if each is not None:
-            item = _widen_type(item, each, f"{path}[]", level + 1)
+    for element in value:
+        if element is not None:
+            item = _widen_type(item, element, f"{path}[]", level + 1)
     if item is None:
         raise _Mismatch(path, "a value", "a list without elements, so that their type is unknown")
     return pa.list_(item)
@@ -160,11 +161,11 @@ def _widen_struct(
     if known_type is not None and not pa.types.is_struct(known_type):
         raise _Mismatch(path, _type_text(known_type), "a map")
     fields = {} if known_type is None else {part.name: part.type for part in known_type}
-    for name, each in value.items():
+    for name, field_value in value.items():
         if not isinstance(name, str):
             raise _Mismatch(path, "text as key of a map", repr(name))
-        if each is not None:
-            fields[name] = _widen_type(fields.get(name), each, f"{path}.{name}", level + 1)
+        if field_value is not None:
+            fields[name] = _widen_type(fields.get(name), field_value, f"{path}.{name}", level + 1)
     if not fields:
         raise _Mismatch(path, "a value", "a map without entries, so that their types are unknown")
     return pa.struct(list(fields.items()))

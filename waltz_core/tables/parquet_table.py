@@ -1,4 +1,4 @@
-"""A table of Parquet files, written by a follower; it only gains rows, one for each transaction.
+"""An append-only table of Parquet files, written by a follower: one row for each transaction.
 
     TABLE/batch=0/_waltz.json          the start of the table, without rows
     TABLE/batch=1/NAME.parquet         the rows of a batch, in one file or several
@@ -7,21 +7,22 @@
     TABLE/_removed/                    such files from earlier runs, which are being deleted
 
 Rules:
-    1. A batch is complete when its directory has `_waltz.json`, which is written last. In a local
-       directory, a batch gets its final name when it is complete, so all batches are complete. In
-       an object store, readers list the complete batches.
-    2. Batches are numbered without gaps. The newest complete batch has the marks. The next run
-       removes the files of a later, incomplete batch.
-    3. A table has one follower at a time. In a local directory, the second follower that completes
-       a batch raises `Superseded`; object stores do not detect this. When a follower starts, it
-       removes, in one step, all files of other followers that belong to no batch. So before a
-       follower renames its files to a batch, it checks that they still exist; otherwise the rename
+    1. A batch is complete when its directory contains `_waltz.json`, which is written last. In a
+       local directory, a batch gets its final name only when it is complete, so readers see only
+       complete batches. In an object store, readers must select the complete batches.
+    2. Batches are numbered without gaps. The newest complete batch contains the marks of the table.
+       The next run removes the files of an incomplete batch.
+    3. A table has one follower at a time. In a local directory, a second follower that completes
+       the same batch fails with `Superseded`; in an object store, this is not detected. When a
+       follower starts, it removes, in one step, all files that belong to no batch, including files
+       of another follower. The rename with which the other follower would complete its batch then
        fails.
-    4. A table has the declared columns and the position of the transaction: `_partition` and
-       `_transaction_id`. The newest file has all columns; a column keeps its type.
-    5. A table is created with its first changes, so a first batch that fails leaves no table.
-    6. `Unavailable` is raised for errors that another attempt may avoid. It is not raised for
-       denied access, or for values and types that Parquet does not support.
+    4. A table has the declared columns and two position columns, `_partition` and
+       `_transaction_id`. The newest file has all columns of the table. A column keeps its type.
+    5. A table is created together with its first changes, so that a failed first batch leaves no
+       empty table.
+    6. Temporary errors raise `Unavailable`. Denied access, and values or types that Parquet does
+       not support, are permanent errors.
 """
 
 import errno
@@ -54,7 +55,7 @@ _COMPLETE_BATCH: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
 _POSITION_COLUMNS: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _POSITION_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 _RESERVED: Final = {*_POSITION_COLUMNS, DELETED, "batch"}  # readers add a column `batch`
-# Error numbers of a directory, and the texts of the libraries for object stores.
+# Denied access: error numbers of a directory, and texts of the libraries for object stores.
 _DENIED_ERRNOS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
 _DENIED_TEXT: Final = re.compile(
     r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|"
@@ -72,8 +73,8 @@ class FollowedParquetTable:
         rules: how transactions become changes.
 
     Raises:
-        BadConfig: the rules have a key or deletes, or a column has a reserved name or a type that
-            Parquet lacks.
+        BadConfig: the rules contain a key or deletes, or a column has a reserved name or a type
+            that Parquet does not support.
     """
 
     def __init__(self, uri: str, schema: ArrowSchema | None, rules: ChangeRules) -> None:
@@ -94,11 +95,11 @@ class FollowedParquetTable:
         """Return the columns of the newest file, without the position columns."""
         with self._translate_errors():
             return pa.schema(
-                [each for each in self._stored_schema() if each.name not in _POSITION_COLUMNS]
+                [field for field in self._stored_schema() if field.name not in _POSITION_COLUMNS]
             )
 
     def create(self, start: TableMarks) -> None:
-        """Let the next batch, or `finish`, create the table (rule 5).
+        """Request that the next batch, or `finish`, creates the table (rule 5).
 
         Raises:
             BadConfig: the directory has other files.
@@ -107,7 +108,9 @@ class FollowedParquetTable:
         with self._translate_errors():
             own_prefixes = (f"{_WRITING_FOLDER}/", f"{_REMOVED_FOLDER}/")
             other_files = [
-                each for each in self._all_file_names() if not each.startswith(own_prefixes)
+                file_name
+                for file_name in self._all_file_names()
+                if not file_name.startswith(own_prefixes)
             ]
         if other_files and not any(map(_COMPLETE_BATCH.fullmatch, other_files)):
             raise BadConfig(
@@ -130,7 +133,7 @@ class FollowedParquetTable:
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state after the newest complete batch, or of a table that is not created yet.
 
-        The result is None if there is no table.
+        Returns None if there is no table.
 
         Raises:
             BadConfig: a column of the table has another type than the declared one, or is not
@@ -173,7 +176,7 @@ class FollowedParquetTable:
         return True
 
     def publish(self, names: Iterable[str], marks: TableMarks) -> None:
-        """Make files the next batch, with the marks after it (rule 1); return when it is durable.
+        """Publish files as the next batch, with the marks after it; durable on return (rule 1).
 
         Raises:
             Superseded: another follower has written this batch (rule 3).
@@ -230,7 +233,7 @@ class FollowedParquetTable:
         ]
 
     def _is_newest_batch(self) -> bool:
-        """Whether the newest batch that was read still exists, and no later batch does."""
+        """Whether the newest batch that was read still exists and is still the newest."""
         exists, following = (
             f"batch={number}/{MARKS_FILE}" in self._store.list_names(f"batch={number}")
             for number in (self._newest_batch, self._newest_batch + 1)
@@ -350,7 +353,7 @@ def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
             f"partition {partition}, transaction {transaction}: expected no delete, found one, "
             f"but rows of a Parquet table cannot be deleted. {_DELTA_HINT}"
         )
-    # Timestamp types in Spark's batches have the time zone of the session.
+    # The timestamps in Spark's batches have the time zone of the session, so they are cast.
     columns = [
         changes[_POSITION_COLUMNS.get(part.name, part.name)].cast(part.type) for part in schema
     ]

@@ -9,15 +9,16 @@ Rules:
        in a key is an error that names the transaction.
     2. A transaction is a delete if its header is one of `delete_headers`, or if the condition
        `delete_where` is true; null counts as false. All other transactions are upserts.
-    3. A changes function determines which changes are deletes. It receives a part of a batch, of
-       any size, so the changes of a transaction must depend only on this transaction. It returns
-       changes of the received transactions only. The order of its output is the order of the
-       changes within a transaction. Each result must have the same columns as the result for an
-       empty table of transactions.
-    4. Transactions of one partition are ordered by ID. Partitions have no common order, so a key
-       with changes in two partitions is an error.
-    5. `last_changes` is associative: if the last changes of parts are reduced again, the result is
-       the last changes of the whole, as long as each transaction is in one part.
+    3. If there is a changes function, it determines the changes, including deletes:
+       - The function receives parts of a batch, of any size. So the changes of a transaction must
+         depend only on this transaction.
+       - The function returns only changes of the transactions that it has received.
+       - The order of its output is the order of the changes within a transaction.
+       - Each result must have the same columns as the result for an empty table of transactions.
+    4. Transactions of one partition are ordered by ID. There is no order between partitions, so a
+       key with changes in two partitions is an error.
+    5. `last_changes` is associative: applied to the last changes of several parts, it returns the
+       last changes of the whole. The only condition is that each transaction is in one part.
 """
 
 import re
@@ -73,7 +74,7 @@ _CONDITION_PATTERN = re.compile(
 
 
 class DeleteCondition(NamedTuple):
-    """A comparison of a column with a literal; without an operator, a boolean column is true."""
+    """A comparison of a column with a literal, or, without an operator, a boolean column."""
 
     column: str
     operator: str = "="
@@ -99,8 +100,8 @@ class ChangesFunction:
 
     Args:
         name: the name of the function, `module:function`.
-        columns: the columns of the table: those that the function returns, without position and
-            `_deleted`.
+        columns: the columns of the table: the columns that the function returns, without position
+            and `_deleted`.
     """
 
     name: str
@@ -138,13 +139,14 @@ class ChangeRules:
     """The rules by which transactions become changes of rows.
 
     Args:
-        key: the key columns; none for a table that only gains rows.
+        key: the key columns; none for an append-only table.
         delete_headers: the headers of transactions that are deletes.
         delete_where: the condition for other deletes.
         function: computes the changes of transactions (rule 3).
 
     Raises:
-        BadConfig: the key has a column twice, or there are rules for deletes and a function.
+        BadConfig: the key contains a column twice, or there are rules for deletes as well as a
+            function.
     """
 
     key: Sequence[str]
@@ -279,7 +281,7 @@ def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
 def select_transactions(
     batch: pa.RecordBatch, after: int, headers: Sequence[int]
 ) -> pa.RecordBatch:
-    """Return transactions after a mark, with one of the headers; without headers, all."""
+    """Return the transactions after a mark with one of the headers; without headers, all."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
         is_selected &= np.isin(batch["header"].to_numpy(), headers)
@@ -388,12 +390,16 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     names = result.schema.names
     if len(set(names)) < len(names):
         raise _bad_result_error(name, rows, "different names of columns", str(names))
-    for each in _POSITION:
-        kind = rows.schema.field(each).type
-        if each not in names or result[each].type != kind:
-            found_text = result[each].type if each in names else f"the columns {_names_text(names)}"
+    for position_column in _POSITION:
+        kind = rows.schema.field(position_column).type
+        if position_column not in names or result[position_column].type != kind:
+            found_text = (
+                result[position_column].type
+                if position_column in names
+                else f"the columns {_names_text(names)}"
+            )
             raise _bad_result_error(
-                name, rows, f"a column {each!r} of type {kind}", str(found_text)
+                name, rows, f"a column {position_column!r} of type {kind}", str(found_text)
             )
     if DELETED not in names:
         return result.append_column(_DELETED_FIELD, pa.array(np.zeros(len(result), dtype=np.bool_)))
@@ -405,7 +411,7 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
 
 def _check_transactions(name: str, result: ArrowTable, rows: ArrowTable) -> None:
     """Check that all changes belong to transactions that the function has received."""
-    if any(result[each].null_count for each in _POSITION):
+    if any(result[position_column].null_count for position_column in _POSITION):
         raise _bad_result_error(name, rows, f"{' and '.join(_POSITION)} in each row", "a null")
     unknown_rows = result.select(_POSITION).join(
         rows.select(_POSITION), list(_POSITION), join_type="left anti"
@@ -446,11 +452,11 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
         return changes
     # Arrow's sort is stable, so changes of one transaction keep their order.
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
-    # Rename the key columns: columns of the user may have any name.
-    keys = {f"key{each}": ordered[name] for each, name in enumerate(key)}
+    # Rename the key columns, because their names may collide with those of this function.
+    keys = {f"key{key_index}": ordered[name] for key_index, name in enumerate(key)}
     row_number = pa.array(np.arange(ordered.num_rows))
-    narrow = pa.table({**keys, "row_number": row_number, "partition": ordered["partition"]})
-    groups = narrow.group_by(list(keys), use_threads=False).aggregate(
+    positions = pa.table({**keys, "row_number": row_number, "partition": ordered["partition"]})
+    groups = positions.group_by(list(keys), use_threads=False).aggregate(
         [("row_number", "max"), ("partition", "min"), ("partition", "max")]
     )
     conflicting_groups = groups.filter(
@@ -520,7 +526,7 @@ def add_changes(last: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> Arrow
 
 
 def _two_partitions_error(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
-    values = {name: group[f"key{each}"][0] for each, name in enumerate(key)}
+    values = {name: group[f"key{key_index}"][0] for key_index, name in enumerate(key)}
     has_key = np.ones(changes.num_rows, dtype=np.bool_)
     for name, value in values.items():
         has_key &= pc.equal(changes[name], value).to_numpy()

@@ -1,24 +1,24 @@
 """The high-water marks up to which a table contains the log, and the rule for the next batch.
 
-The commit with the rows also has the marks, as JSON in its metadata:
+Each commit contains rows and, as JSON in its metadata, the marks:
 
     {"waltz": {"follower": "f", "cluster": "00112233445566778899aabbccddeeff", "marks": {"0": 41},
                "rules": {"key": ["id"], "headers": [], "delete_where": "op = 'D'"}}}
 
 Rules:
-    1. Metadata with `waltz` has exactly this form; another form is an error. Metadata without
-       `waltz` was written by another program, and has no marks.
+    1. Metadata with the key `waltz` must have exactly this form. Metadata without this key was
+       written by another program, and contains no marks.
     2. A batch begins after the table marks, and ends at most `count_max` transactions later. Its
        content depends only on its start and its end.
     3. Marks never decrease. If the log ends before the table marks, or begins after them, it has
        lost transactions of the table.
-    4. The version of a commit is at most the number of transactions up to its marks, and higher
-       than the number of transactions up to all earlier marks. So the version increases with each
-       batch. Without Spark, the version equals the number of transactions.
-    5. A table with a version but without marks has lost its marks. A follower does not start it
-       again without the user.
-    6. A follower never changes the rules of a table. Otherwise the rows would equal neither a
-       replay with the old rules nor a replay with the new rules.
+    4. Each commit has a version, which increases with each batch. It is at most the number of
+       transactions up to the marks of the commit, and higher than the number of transactions up to
+       all earlier marks. Without Spark, the version equals the number of transactions.
+    5. A table with a version but without marks has lost its marks. The follower then reports an
+       error and does not start from the beginning: the user must decide.
+    6. A follower never changes the rules of a table. Otherwise the rows would be a mixture of two
+       rules, which no replay of the log can reproduce.
 """
 
 import re
@@ -76,7 +76,7 @@ class TableMarks(NamedTuple):
 
     @property
     def application(self) -> str:
-        """The identifier of the follower in the table's transactions (Delta: `txn`)."""
+        """The identifier of the follower in the commits of the table (Delta: `txn`)."""
         return f"waltz/{self.cluster}/{self.follower}"
 
 
@@ -106,7 +106,7 @@ def decode_marks(metadata: str | None) -> TableMarks | None:
     """Decode the marks in the metadata of a commit; None if another program wrote it (rule 1).
 
     Raises:
-        BadFormat: the metadata has `waltz`, but not in the form of this version.
+        BadFormat: the metadata contains `waltz`, but not in the form of this version.
     """
     try:
         value = from_json((metadata or "null").encode())
@@ -135,13 +135,13 @@ def decode_marks(metadata: str | None) -> TableMarks | None:
 def _decode_rules(rules: Any) -> StoredRules:  # noqa: ANN401 - any JSON value
     if not isinstance(rules, dict) or not rules.keys() <= set(StoredRules._fields):
         raise _bad_marks_error(f"an object of rules with {', '.join(StoredRules._fields)}", rules)
-    found: dict[str, Any] = {}
+    rule_values: dict[str, Any] = {}
     for name, value in rules.items():
         parts = value if isinstance(value, list) else [value]
         if not all(type(part) in (str, int) for part in parts):
             raise _bad_marks_error(f"texts or numbers for rule {name!r}", value)
-        found[name] = tuple(parts) if isinstance(value, list) else value
-    return StoredRules(**found)
+        rule_values[name] = tuple(parts) if isinstance(value, list) else value
+    return StoredRules(**rule_values)
 
 
 def _decode_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any JSON value

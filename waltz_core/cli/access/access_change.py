@@ -1,18 +1,18 @@
-"""Runs a change of permissions: writes an audit entry, and waits until all daemons use it.
+"""Changes permissions: writes an audit entry, and waits until all daemons use the change.
 
 Rules:
-    1. The audit entry contains the outcome of the change. The wait for the daemons comes after the
-       entry.
-    2. Every registered server and every storage with replicas must use the new revision, or a later
-       one. The command names the daemons that do not, and exits with code 1.
-    3. A daemon without access control publishes no revision; neither does a daemon without a
-       ZooKeeper session. If no daemon of the cluster has ever published a revision, the command
+    1. The audit entry contains the outcome of the change. The command waits for the daemons only
+       after it has completed the entry.
+    2. Every registered server and every storage with replicas must use the new revision or a later
+       one. Otherwise the command names the daemons that do not use it, and exits with code 1.
+    3. Two kinds of daemons publish no revision: daemons without access control, and daemons without
+       a ZooKeeper session. If no daemon of the cluster has ever published a revision, the command
        reports that access control is off, and exits with code 0.
-    4. A daemon whose revision is above that of ZooKeeper ignores the change: its ZooKeeper was
-       restored to an earlier state.
-    5. A server that has lost ZooKeeper is not registered, but continues to serve. So some servers
-       that are not registered count as servers that do not use the change: those that the
-       assignment names, and those that were registered or had a revision before the change.
+    4. If ZooKeeper was restored to an earlier state, a daemon may use a later revision than the one
+       in ZooKeeper. Such a daemon ignores the change, and counts as a daemon that does not use it.
+    5. A server that has lost its ZooKeeper session is not registered, but continues to serve. So
+       the command also waits for two kinds of unregistered servers: servers in the current
+       assignment, and servers that were registered, or had published a revision, before the change.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
 
 
 def new_client_key() -> bytes:
-    """Return a new key, with which servers sign the client IDs of principals."""
+    """Return a new key, with which servers sign client IDs."""
     return secrets.token_bytes(CLIENT_KEY_BYTES)
 
 
@@ -87,7 +87,7 @@ class AccessResult:
 
 @dataclass(slots=True)
 class RevisionUse:
-    """The daemons that use a revision of the permissions, and those that do not."""
+    """The daemons that use a revision of the permissions, and the daemons that do not."""
 
     updated_daemons: list[str] = field(default_factory=list)
     outdated_daemons: dict[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RevisionUse:
 
     @property
     def daemon_count(self) -> int:
-        """The number of daemons, whether they use the revision or not."""
+        """The number of all daemons."""
         return len(self.updated_daemons) + len(self.not_updated_daemons)
 
     @property
@@ -162,13 +162,13 @@ async def run_access_change(
             )
         if not as_json:
             _print_change(result)  # before the wait: the result may contain the ID of a new token
-        use = await _wait_for_daemons(coordinator, result, servers_before, timeout_s)
+        usage = await _wait_for_daemons(coordinator, result, servers_before, timeout_s)
     if as_json:
-        _print_json(result, use)
+        _print_json(result, usage)
     else:
-        for text in revision_use_lines(use, result.change.after.revision):
+        for text in revision_use_lines(usage, result.change.after.revision):
             print_error(text)
-    return 0 if use.is_used_by_all or use.is_access_control_off else 1
+    return 0 if usage.is_used_by_all or usage.is_access_control_off else 1
 
 
 async def _wait_for_daemons(
@@ -199,19 +199,19 @@ async def wait_until_applied(
 ) -> RevisionUse:
     """Wait until all daemons use a revision, or until the timeout (rules 2 to 5).
 
-    `known` has the servers before the change: their texts by name.
+    `servers_before` are the servers before the change: their texts, by name.
     """
     start_s = time.monotonic()
     while True:
-        use = await read_revision_use(coordinator, revision, servers_before)
+        usage = await read_revision_use(coordinator, revision, servers_before)
         elapsed_s = time.monotonic() - start_s
-        is_off = use.is_access_control_off and elapsed_s >= ACCESS_OFF_WAIT_S
-        if use.is_used_by_all or is_off or elapsed_s >= timeout_s:
-            return use
+        is_off = usage.is_access_control_off and elapsed_s >= ACCESS_OFF_WAIT_S
+        if usage.is_used_by_all or is_off or elapsed_s >= timeout_s:
+            return usage
         line.show(
-            len(use.updated_daemons),
-            use.daemon_count,
-            f"waiting until these daemons use the change: {', '.join(use.not_updated_daemons)}",
+            len(usage.updated_daemons),
+            usage.daemon_count,
+            f"waiting until these daemons use the change: {', '.join(usage.not_updated_daemons)}",
         )
         await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -219,30 +219,35 @@ async def wait_until_applied(
 async def read_revision_use(
     coordinator: Coordinator, revision: int, servers_before: Mapping[str, str] | None = None
 ) -> RevisionUse:
-    """Return the daemons that use a revision now, and those that do not (rule 5)."""
+    """Return the daemons that use a revision now, and the daemons that do not (rule 5)."""
     published = await coordinator.read_applied_revisions()
-    # This is read after `published`, so it is not below a revision that the znode had.
+    # Read after `published`: if a published revision is above the stored one, ZooKeeper was
+    # restored (rule 4).
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
-    use = RevisionUse(was_revision_published=await coordinator.permissions.was_revision_published())
+    usage = RevisionUse(
+        was_revision_published=await coordinator.permissions.was_revision_published()
+    )
     servers = await coordinator.read_latest_servers()
     daemons = {**_registered_server_texts(servers), **await _storage_texts(coordinator)}
-    unregistered = {server_node_name(each): f"server {each}" for each in servers.absent}
+    unregistered = {
+        server_node_name(server_id): f"server {server_id}" for server_id in servers.absent
+    }
     for name, text in {**unregistered, **(servers_before or {}), **daemons}.items():
         used_revision = published.get(name)
         if used_revision is None and name not in daemons:
-            use.unregistered_servers.append(text)
+            usage.unregistered_servers.append(text)
         elif used_revision is None:
-            use.daemons_without_revision.append(text)
+            usage.daemons_without_revision.append(text)
         elif used_revision > newest:
-            use.outdated_daemons[text] = (
+            usage.outdated_daemons[text] = (
                 f"it uses revision {used_revision}, and ignores older revisions"
             )
         elif used_revision < revision:
-            use.outdated_daemons[text] = f"it uses revision {used_revision}"
+            usage.outdated_daemons[text] = f"it uses revision {used_revision}"
         else:
-            use.updated_daemons.append(text)
-    return use
+            usage.updated_daemons.append(text)
+    return usage
 
 
 async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:
@@ -257,23 +262,26 @@ async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:
 
 def _registered_server_texts(view: ServersView) -> dict[str, str]:
     """Return the registered servers as texts, by the name of their applied revision."""
-    return {server_node_name(key): f"server {each.address}" for key, each in view.servers.items()}
+    return {
+        server_node_name(key): f"server {descriptor.address}"
+        for key, descriptor in view.servers.items()
+    }
 
 
 async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
     """Return the storages with replicas as texts, by the name of their applied revision."""
     partitions_by_storage = (await coordinator.read_replica_assignment()).partitions
     return {
-        storage_node_name(each): f"storage {each}"
-        for each, partitions in partitions_by_storage.items()
+        storage_node_name(address): f"storage {address}"
+        for address, partitions in partitions_by_storage.items()
         if partitions
     }
 
 
 def _print_change(result: AccessResult) -> None:
     change = result.change
-    for each in result.notes:
-        print_error(each)
+    for note in result.notes:
+        print_error(note)
     if change.before is not None and change.before.revision == change.after.revision:
         print_result(f"nothing to change; the permissions stay at revision {change.after.revision}")
     else:
@@ -294,21 +302,21 @@ def revision_use_lines(use: RevisionUse, revision: int) -> list[str]:
         ]
     if use.is_used_by_all:
         return [f"all {use.daemon_count} daemons use revision {revision}"]
-    lines = [f"{each}: {reason}" for each, reason in use.outdated_daemons.items()]
+    lines = [f"{daemon}: {reason}" for daemon, reason in use.outdated_daemons.items()]
     lines += [
-        f"{each} publishes no revision: access control is off there, or it is not connected "
+        f"{daemon} publishes no revision: access control is off there, or it is not connected "
         "to ZooKeeper"
-        for each in use.daemons_without_revision
+        for daemon in use.daemons_without_revision
     ]
     lines += [
-        f"{each} is not registered in ZooKeeper: it may still use older permissions"
-        for each in use.unregistered_servers
+        f"{daemon} is not registered in ZooKeeper: it may still use older permissions"
+        for daemon in use.unregistered_servers
     ]
     hint = (
         "Hint: check the logs and /health of these daemons; `access list` prints the revision "
         "that each one uses."
     )
-    if any("ignores" in each for each in use.outdated_daemons.values()):
+    if any("ignores" in daemon for daemon in use.outdated_daemons.values()):
         hint += " Restart each daemon that ignores older revisions."
     lines.append(
         f"revision {revision} is stored, but {len(use.not_updated_daemons)} of {use.daemon_count} "

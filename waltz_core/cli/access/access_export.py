@@ -106,7 +106,7 @@ export.help_details = (
 async def import_command(
     *, file: Path, yes: bool, force: bool, connect: str, as_json: bool, timeout_s: float
 ) -> int:
-    """Replace the permissions of a cluster with those of a file."""
+    """Replace the permissions of a cluster with the permissions in a file."""
     exported = read_export(file)
     if not yes:
         return await _show_preview(exported, connect, as_json=as_json)
@@ -141,14 +141,14 @@ async def _show_preview(exported: Permissions, connect: str, *, as_json: bool) -
         await coordinator.read_cluster()
         try:
             current = await coordinator.permissions.read()
-            now = "no permissions" if current is None else describe_permissions(current)
+            current_text = "no permissions" if current is None else describe_permissions(current)
         except BadFormat as error:
-            now = f"permissions that cannot be read: {error}"
+            current_text = f"permissions that cannot be read: {error}"
     if as_json:
-        print_json({"done": False, "file": describe_permissions(exported), "cluster": now})
+        print_json({"done": False, "file": describe_permissions(exported), "cluster": current_text})
     else:
         print_result(f"the file has {describe_permissions(exported)}")
-        print_result(f"the cluster has {now}")
+        print_result(f"the cluster has {current_text}")
         print_result(
             "nothing was changed. Hint: add --yes to replace the permissions of the cluster."
         )

@@ -146,19 +146,19 @@ def _remaining_verbs_texts(
 ) -> tuple[str, ...]:
     """Return sentences about the verbs that a principal still has from its groups."""
     lines = []
-    for each in verbs:
-        remaining = changes.granted_partitions(after, principal, each, count) & numbers
+    for verb in verbs:
+        remaining = changes.granted_partitions(after, principal, verb, count) & numbers
         if remaining:
             text = format_ranges(changes.ranges_of(remaining))
             lines.append(
-                f"{principal} still has the verb {each.value} for partitions {text}, because "
+                f"{principal} still has the verb {verb.value} for partitions {text}, because "
                 "its group has it"
             )
     return tuple(lines)
 
 
 def _verbs_text(verbs: tuple[AccessVerb, ...]) -> str:
-    return ",".join(each.value for each in verbs)
+    return ",".join(verb.value for verb in verbs)
 
 
 @subcommand
@@ -200,7 +200,7 @@ async def limit(
 
 
 def _unknown_principal_text(permissions: Permissions, principal: str) -> str:
-    """Return a note that no grant, group or token names a principal."""
+    """Return a note if no grant, group or token names a principal."""
     hint = f". Hint: {principal} is a group, but only principals can have limits."
     is_group = principal in permissions.groups
     return f"no permission or token names {principal} yet{hint if is_group else ''}"
@@ -210,9 +210,9 @@ def _is_known_principal(permissions: Permissions, principal: str) -> bool:
     """Whether a grant, a group or a token names a principal."""
     return principal in {
         DEFAULT_LIMITS_KEY,
-        *(each.grantee for each in permissions.grants if not each.is_group),
+        *(entry.grantee for entry in permissions.grants if not entry.is_group),
         *(member for members in permissions.groups.values() for member in members),
-        *(each.principal for each in permissions.tokens.values()),
+        *(entry.principal for entry in permissions.tokens.values()),
     }
 
 

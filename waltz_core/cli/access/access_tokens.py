@@ -1,10 +1,11 @@
 """`waltz-core access token create | revoke`.
 
 Rules:
-    1. The file is written before the znode. If the process dies between the two, the file contains
-       a token that no daemon accepts. In the other order, a valid token would have no file.
-    2. If the znode was certainly not written, the file is deleted. If the outcome is unknown, the
-       file is kept.
+    1. The token's file is written before its hash is stored in ZooKeeper. If the process dies
+       between these steps, the file contains a token that no daemon accepts. In the opposite order,
+       the cluster would accept a token that is in no file.
+    2. If the write to ZooKeeper has certainly failed, the file is deleted. If the outcome is
+       unknown, the file is kept.
     3. ZooKeeper, the audit entry and the output contain the token's ID, but never its secret.
 """
 
@@ -79,7 +80,7 @@ async def token_create(
         f"{time_text(expires_ms)}"
     )
     values = {"token_id": token.token_id, "principal": principal, "expires_ms": expires_ms}
-    return AccessResult(change, summary, tuple(each.format(principal) for each in notes), values)
+    return AccessResult(change, summary, tuple(note.format(principal) for note in notes), values)
 
 
 token_create.help_details = (
@@ -111,7 +112,7 @@ async def _create_token(
 
 def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
     return any(
-        changes.granted_partitions(permissions, principal, each, count) for each in AccessVerb
+        changes.granted_partitions(permissions, principal, verb, count) for verb in AccessVerb
     )
 
 
@@ -132,7 +133,7 @@ async def token_revoke(
         return AccessResult(change, f"token {token_id} was revoked", values={"token_id": token_id})
     now_ms = command.author.now_ms
     change = await command.change(lambda old: changes.remove_expired_tokens(old, now_ms))
-    before = change.before.tokens if change.before else {}
+    tokens_before = change.before.tokens if change.before else {}
     return AccessResult(
-        change, f"{len(before) - len(change.after.tokens)} expired tokens were removed"
+        change, f"{len(tokens_before) - len(change.after.tokens)} expired tokens were removed"
     )

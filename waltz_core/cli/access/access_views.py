@@ -30,20 +30,20 @@ async def list_command(*, connect: str, as_json: bool) -> int:
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         permissions = await coordinator.permissions.read_existing()
-        use = await read_revision_use(coordinator, permissions.revision)
+        usage = await read_revision_use(coordinator, permissions.revision)
     if as_json:
         print_json(
             {
                 **permissions_json(permissions, now_ms()),
-                "applied": use.updated_daemons,
-                "late": use.outdated_daemons,
-                "without_revision": use.daemons_without_revision,
-                "unregistered": use.unregistered_servers,
+                "applied": usage.updated_daemons,
+                "late": usage.outdated_daemons,
+                "without_revision": usage.daemons_without_revision,
+                "unregistered": usage.unregistered_servers,
             }
         )
         return 0
     _print_permissions(permissions)
-    for text in revision_use_lines(use, permissions.revision):
+    for text in revision_use_lines(usage, permissions.revision):
         print_error(text)
     return 0
 
@@ -56,28 +56,28 @@ list_command.help_details = (
 
 
 def permissions_json(permissions: Permissions, at_ms: int) -> dict[str, Any]:
-    """Return the permissions for JSON, without secrets; `at_ms` is the time for expired tokens."""
+    """Return the permissions for JSON, without secrets; tokens are expired or not at `at_ms`."""
     return {
         **revision_json(permissions),
         "accepts_0_13": permissions.accepts_0_13,
         "groups": {name: list(members) for name, members in permissions.groups.items()},
         "grants": [
             {
-                "group" if each.is_group else "principal": each.grantee,
-                "verb": each.verb.value,
-                "partitions": format_ranges(each.partitions),
+                "group" if entry.is_group else "principal": entry.grantee,
+                "verb": entry.verb.value,
+                "partitions": format_ranges(entry.partitions),
             }
-            for each in permissions.grants
+            for entry in permissions.grants
         ],
         "limits": {name: _limits_json(limits) for name, limits in permissions.limits.items()},
         "tokens": [
             {
-                "id": each.token_id,
-                "principal": each.principal,
-                "expires_ms": each.expires_ms,
-                "is_expired": each.expires_ms <= at_ms,
+                "id": entry.token_id,
+                "principal": entry.principal,
+                "expires_ms": entry.expires_ms,
+                "is_expired": entry.expires_ms <= at_ms,
             }
-            for each in permissions.tokens.values()
+            for entry in permissions.tokens.values()
         ],
     }
 
@@ -94,9 +94,9 @@ def _print_permissions(permissions: Permissions) -> None:
         f"{'accepted' if permissions.accepts_0_13 else 'not accepted'}"
     )
     verbs: dict[tuple[Grantee, str], list[str]] = {}
-    for each in permissions.grants:
-        key = Grantee(each.grantee, each.is_group), format_ranges(each.partitions)
-        verbs.setdefault(key, []).append(each.verb.value)
+    for entry in permissions.grants:
+        key = Grantee(entry.grantee, entry.is_group), format_ranges(entry.partitions)
+        verbs.setdefault(key, []).append(entry.verb.value)
     print_table(
         ("grantee", "verbs", "partitions"),
         [
@@ -112,7 +112,10 @@ def _print_permissions(permissions: Permissions) -> None:
         print_table(
             ("limits of", *(name.replace("_", " ") for name in names)),
             [
-                (name, *("-" if (each := getattr(limits, key)) is None else each for key in names))
+                (
+                    name,
+                    *("-" if (entry := getattr(limits, key)) is None else entry for key in names),
+                )
                 for name, limits in permissions.limits.items()
             ],
         )
@@ -120,8 +123,8 @@ def _print_permissions(permissions: Permissions) -> None:
         print_table(
             ("token", "principal", "expires"),
             [
-                (t.token_id, t.principal, time_text(t.expires_ms))
-                for t in permissions.tokens.values()
+                (token.token_id, token.principal, time_text(token.expires_ms))
+                for token in permissions.tokens.values()
             ],
         )
 
@@ -132,7 +135,7 @@ def _print_permissions(permissions: Permissions) -> None:
     "verb",
     "VERB",
     "the verb: read, append, administer or replicate",
-    type=options.SuggestingChoice([each.value for each in AccessVerb]),
+    type=options.SuggestingChoice([access_verb.value for access_verb in AccessVerb]),
 )
 @click.option(
     "--partition",

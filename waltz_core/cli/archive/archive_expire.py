@@ -1,7 +1,7 @@
 """`waltz-core archive expire`: expire old transactions, so that partitions' logs begin later.
 
-The owner of each partition carries out the request. The command repeats the request until it is
-done, so a move of the partition to another server does no harm.
+The owner of each partition executes the request. The command repeats the request until the owner
+has completed it, even if the partition moves to another server meanwhile.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ def parse_before(text: str, now_ms: int) -> tuple[int, int]:
     if text.isdigit():
         return int(text), 0
     try:
-        moment = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
+        time = None
+    if time is None or time.tzinfo is None:
         raise BadConfig(
             "--before: expected a transaction ID, or a time with a time zone such as "
             f"2026-11-28T10:00:00Z, found {text!r}"
         )
-    before_ms = int(moment.timestamp() * 1_000)
+    before_ms = int(time.timestamp() * 1_000)
     if not 0 < before_ms <= now_ms:
         raise BadConfig(f"--before: expected a time in the past, found {text!r}")
     return 0, before_ms
@@ -94,7 +94,7 @@ async def expire(
     ):
         partition_ids = None if partition is None else [partition]
         sets = await client.replica_sets(partition_ids)
-        archived = {number: each.archived for number, each in sets.items() if each.archived}
+        archived = {number: state.archived for number, state in sets.items() if state.archived}
         for number in sorted(sets.keys() - archived.keys()):
             print_error(f"partition {number}: no transaction is archived")
         if yes and archived:
@@ -104,11 +104,11 @@ async def expire(
                     await _expire_partition(client, PartitionId(number), bounds)
             sets = await client.replica_sets(archived)
         for number, archived_range in archived.items():
-            now = sets[number].archived or archived_range
+            new_range = sets[number].archived or archived_range
             rows[number] = {
-                "first_available": now.first,
+                "first_available": new_range.first,
                 "first_available_before": archived_range.first,
-                "archived": now.last,
+                "archived": new_range.last,
             }
     if as_json:
         print_json({"done": yes, "partitions": rows})
@@ -146,4 +146,4 @@ async def _expire_partition(
     while True:
         if await client.requests.expire(partition_id, *bounds):
             return
-        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not notify its clients
+        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not report the end of the task

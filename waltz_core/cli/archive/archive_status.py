@@ -25,7 +25,7 @@ from waltz_core.records.record import TransactionId
 ResultT = TypeVar("ResultT")
 # Seconds to wait for an answer of a server or storage.
 ANSWER_TIMEOUT_S: Final = 10.0
-# The cache for manifests and their pages; each of them is read once.
+# The size of the cache for manifests and their pages; the command reads each of them once.
 MANIFEST_CACHE_BYTES: Final = 16 * 1024 * 1024
 COLUMN_TITLES: Final = (
     "partition",
@@ -113,7 +113,9 @@ async def _query_cluster(coordinator: Coordinator) -> ClusterFacts:
 
 def archive_url_in(facts: ClusterFacts) -> str:
     """Return the URL that the storages report, or ""; raises BadConfig if their URLs differ."""
-    urls = {each.archive.url for each in facts.storages.values() if each.archive is not None}
+    urls = {
+        storage.archive.url for storage in facts.storages.values() if storage.archive is not None
+    }
     if len(urls) > 1:
         raise BadConfig(
             f"the storages have different settings archive_url: {', '.join(sorted(urls))}. "

@@ -1,11 +1,12 @@
 """`waltz-core archive verify`: verify every file of the archive that a manifest lists.
 
-The command needs ZooKeeper and the archive. It needs storages only to find the URL of the archive,
-and no servers. If the command is interrupted, it prints the options with which to continue.
+Without `--repair`, the command changes nothing. It needs ZooKeeper and the archive, but no servers.
+It queries storages only for the URL of the archive. If the command is interrupted, it prints the
+options with which a new run continues.
 
-With `--repair`, the owner of the partition lets a storage write each wrong object again from its
-log. The command repeats this request until the repair has ended, so a move of the partition to
-another server does no harm. Without `--repair`, the command changes nothing.
+With `--repair`, the command requests a repair from the owner of the partition, for each damaged
+object: a storage then writes the object again from its log. The command repeats the request until
+the repair has ended, even if the partition moves to another server meanwhile.
 """
 
 import asyncio
@@ -32,12 +33,12 @@ from waltz_core.records.record import PartitionId, TransactionId
 
 ResultT = TypeVar("ResultT")
 ShowText: TypeAlias = Callable[[str], None]
-# For a file of a manifest, and for an object that no storage can write again.
+# The action for a file of a manifest, and for an object that no storage can write again.
 RESTORE_ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify "
     "again; until then, do not lower local_retention_bytes and local_retention_ms"
 )
-# For an object, if the command has not requested a repair.
+# The action for an object, if the command has not requested a repair.
 REPAIR_ACTION: Final = (
     "add --repair to write the file again from a storage that still has its transactions; "
     "otherwise restore the file from a copy or an earlier version in the object store"
@@ -91,7 +92,7 @@ async def verify(  # noqa: PLR0913 - one for each option
             )
         url = archive or await query_archive_url(coordinator)
         store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
-        show = print_error if as_json else print_result
+        print_line = print_error if as_json else print_result
         results: dict[int, dict[str, Any]] = {}
         for number in range(count) if partition is None else (partition,):
             check = ArchiveCheck(
@@ -102,18 +103,18 @@ async def verify(  # noqa: PLR0913 - one for each option
                 last=None if last is None else TransactionId(last),
             )
             results[number] = await _verify_partition(
-                coordinator, PartitionId(number), check, show, repairs=repair
+                coordinator, PartitionId(number), check, print_line, repairs=repair
             )
-        if repair and any(each["problems"] for each in results.values()):
+        if repair and any(result["problems"] for result in results.values()):
             async with audit_change(coordinator), AsyncWaltzClient.connect(connect) as client:
                 for number, row in results.items():
                     for problem in row["problems"]:
-                        await _repair_object(client, PartitionId(number), problem, show)
+                        await _repair_object(client, PartitionId(number), problem, print_line)
     has_problem = any(
-        not problem["is_repaired"] for each in results.values() for problem in each["problems"]
+        not problem["is_repaired"] for result in results.values() for problem in result["problems"]
     )
     is_range = first > 0 or last is not None
-    is_range_absent = is_range and all(each["last"] is None for each in results.values())
+    is_range_absent = is_range and all(result["last"] is None for result in results.values())
     has_passed = not (has_problem or is_range_absent)
     if as_json:
         print_json({"passed": has_passed, "archive": url, "partitions": results})
@@ -136,7 +137,7 @@ verify.help_details = (
 async def read_recorded_archive(
     coordinator: Coordinator, partition_id: PartitionId
 ) -> RecordedArchive | None:
-    """Return ZooKeeper's record of a partition's archive; None if nothing is archived."""
+    """Return a partition's archived mark in ZooKeeper; None if nothing is archived."""
     marker = (await coordinator.read_partition(partition_id)).marker
     mark = None if marker is None else marker.archived
     if mark is None:
@@ -183,14 +184,18 @@ async def _verify_partition(
         "objects": check.object_count,
         "bytes": check.byte_count,
         "problems": [
-            {**each._asdict(), "is_repaired": False, "action": _action_text(each, repairs=repairs)}
-            for each in check.bad_files
+            {
+                **bad_file._asdict(),
+                "is_repaired": False,
+                "action": _action_text(bad_file, repairs=repairs),
+            }
+            for bad_file in check.bad_files
         ],
     }
 
 
 def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
-    """Return a text about requested transactions that are not archived, and if none is archived.
+    """Return a text about requested transactions that are not archived.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.
@@ -230,13 +235,13 @@ async def _repair_object(
             f"{RESTORE_ACTION}."
         )
         return
-    listed = (problem["name"], problem["first"], problem["last"])
-    token = randbits(63)  # identifies this attempt: an interrupted command may have left an outcome
+    object_fields = (problem["name"], problem["first"], problem["last"])
+    token = randbits(63)  # identifies this attempt, not that of an interrupted command
     while True:
-        answer = await client.requests.replace_object(partition_id, *listed, token=token)
+        answer = await client.requests.replace_object(partition_id, *object_fields, token=token)
         if answer.is_ended:
             break
-        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not notify its clients
+        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not report the end of the task
     if answer.is_replaced:
         problem.update(is_repaired=True, repaired_by=answer.storage, action="")
         done = (
@@ -264,7 +269,7 @@ class _PartitionCheck(NamedTuple):
     is_repair_requested: bool
 
     async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
-        """Check all files; continue with the newer manifest if this one was replaced."""
+        """Check all files; if the manifest is replaced meanwhile, continue with the newer one."""
         check, is_begun, shown_count = self.check, False, 0
         while True:
             try:
@@ -273,17 +278,17 @@ class _PartitionCheck(NamedTuple):
                     is_begun = True
                 is_continued = await self._call_store(check.check_next_file)
             except ObjectMissing as error:
-                now = await read_recorded_archive(self.coordinator, self.partition_id)
-                if now is not None and now.manifest != recorded.manifest:
-                    recorded, is_begun = now, False
+                newer = await read_recorded_archive(self.coordinator, self.partition_id)
+                if newer is not None and newer.manifest != recorded.manifest:
+                    recorded, is_begun = newer, False
                     continue
                 if not is_begun:
                     check.note_missing_manifest(recorded, error)
                 else:
                     check.note_missing_file(error)
                 is_continued = is_begun
-            for each in check.bad_files[shown_count:]:
-                self._show_problem(each)
+            for bad_file in check.bad_files[shown_count:]:
+                self._show_problem(bad_file)
             shown_count = len(check.bad_files)
             if not is_continued:
                 return

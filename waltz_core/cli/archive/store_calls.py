@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 from waltz_core.cli.output import print_error
 from waltz_core.storage.service.writer_threads import CallThreads
 
-# A call without progress is reported after this number of seconds, repeatedly.
+# A call without progress is reported each time this number of seconds has passed.
 REPORT_INTERVAL_S: Final = 10.0
 ResultT = TypeVar("ResultT")
 
@@ -17,9 +17,9 @@ async def call_store(
 ) -> ResultT:
     """Run a blocking call in a thread; print a line whenever it makes no progress.
 
-    `activity` returns a text and a number. The text states what the call does, and is empty if the
-    call does not wait for the store; the number grows with the progress. The call runs in its own
-    thread. If the command is interrupted, it does not wait for this thread.
+    `activity` returns a text and a number. The text describes the current operation, and is empty
+    while the call does not wait for the store. The number grows with the progress. If the command
+    is interrupted, it does not wait for the thread.
     """
     threads = CallThreads(1, "archive-command")
     future = asyncio.wrap_future(threads.submit(call))

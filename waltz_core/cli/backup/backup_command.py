@@ -80,13 +80,13 @@ async def backup(
             }
         )
     else:
-        when = datetime.fromtimestamp(backup_content.taken_ms / 1000, UTC).isoformat(
+        taken_text = datetime.fromtimestamp(backup_content.taken_ms / 1000, UTC).isoformat(
             timespec="seconds"
         )
         print_result(
             f"wrote the backup of {len(backup_content.partitions)} partitions of "
             f"{backup_content.name} as of "
-            f"{when} to {output}, {size_bytes} bytes"
+            f"{taken_text} to {output}, {size_bytes} bytes"
         )
     return 0
 
@@ -112,14 +112,14 @@ async def take_backup(
     client_id = await coordinator.last_client_id()
     issued_client_id = await coordinator.issued_ids.read_last_id()
     numbers = [PartitionId(number) for number in range(cluster.params.partition_count)]
-    views = [await coordinator.read_partition(each) for each in numbers]
+    views = [await coordinator.read_partition(partition_number) for partition_number in numbers]
     partitions: list[PartitionBackup] = []
     for number, view in zip(numbers, views, strict=True):
         manifest = None
         if marks[number] != BEFORE_FIRST:
-            show = partial(line.show, len(partitions), len(numbers))
+            show_progress = partial(line.show, len(partitions), len(numbers))
             manifest = await _read_manifest_with_mark(
-                coordinator, store, number, marks[number], show
+                coordinator, store, number, marks[number], show_progress
             )
         metadata = view.metadata or EMPTY_METADATA
         partitions.append(

@@ -12,7 +12,7 @@ _FILE_MODE: Final = 0o600
 
 
 class BackupLocation(NamedTuple):
-    """The file of a backup: its object store or directory, and its name there."""
+    """The location of a backup file: an object store or directory, and the file's name there."""
 
     text: str
     store: ArchiveStore

@@ -162,8 +162,8 @@ async def _restore_cluster(  # noqa: PLR0913 - one for each option
             ends[partition_id] = await asyncio.to_thread(
                 restoration.restore_partition, partition_id, each
             )
-        # A garbage collection by the source cluster, begun before the pins, may have deleted
-        # objects.
+        # The source cluster may have begun a garbage collection before the pins were written, and
+        # may have deleted objects.
         for restored_range in ranges:
             await asyncio.to_thread(restored_range.check_objects_exist)
         command.report_wait("ZooKeeper")
@@ -175,7 +175,8 @@ async def _restore_cluster(  # noqa: PLR0913 - one for each option
     except WaltzError as error:
         # After an unknown outcome, the cluster may exist.
         if not is_creating or isinstance(error, CoordinatorConflict):
-            # With the same key, the cluster of another command may depend on the same pins.
+            # With the same key, another command may have created a cluster that depends on these
+            # pins.
             written_files = [] if same_key else list(pin_names)
             written_files += [name for each in ranges for name in each.written_files]
             await asyncio.to_thread(_delete_files, store, written_files)
@@ -215,7 +216,8 @@ def _restore_result(
     return {
         "cluster_key": str(key),
         "partitions": {
-            each: None if end is None else [end.first, end.last] for each, end in ends.items()
+            restored_id: None if end is None else [end.first, end.last]
+            for restored_id, end in ends.items()
         },
         "access": None if backup.permissions is None else revision_json(backup.permissions),
         "summary": "\n".join(lines),
@@ -223,7 +225,7 @@ def _restore_result(
 
 
 async def _check_no_cluster(coordinator: Coordinator, backup: Backup, *, same_key: bool) -> None:
-    """Raise BadRequest if a cluster exists at this root, or with `same_key` one with that key."""
+    """Raise BadRequest if a cluster exists at this root or, with `same_key`, with this key."""
     try:
         cluster = await coordinator.read_cluster()
     except BadConfig:
@@ -250,7 +252,8 @@ def _pin_objects(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
     sources = {
         each.manifest.writer_cluster_key(entry) for each in manifests for entry in each.entries()
     }
-    # If an object is missing, the cluster that was backed up may have written another one later.
+    # If an object is missing, the source cluster may have written it again later, under another
+    # name.
     sources |= {each.manifest.cluster_key for each in manifests}
     pin_names = [pin_objects(store, source, key) for source in sorted(sources) if source != key]
     return [name for name in pin_names if name is not None]
@@ -259,8 +262,9 @@ def _pin_objects(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
 def _delete_files(store: ArchiveStore, names: Sequence[str]) -> None:
     """Delete files that a failed restore has written, and ignore errors.
 
-    Pins would prevent the deletion of objects. If another command has created a cluster with the
-    same key, manifests of a later session than that cluster's would stop its garbage collections.
+    If the pins remained, the objects would never be deleted. Another command may have created a
+    cluster with the same key. If the manifests remained, they could stop the garbage collection of
+    that cluster, because they may belong to a later session.
     """
     for name in names:
         with suppress(WaltzError):
@@ -268,7 +272,7 @@ def _delete_files(store: ArchiveStore, names: Sequence[str]) -> None:
 
 
 class _Restoration(NamedTuple):
-    """Restores the archives of partitions one by one; its methods block."""
+    """Restores the archives of partitions, one after the other; its methods block."""
 
     store: ArchiveStore
     cluster_key: bytes

@@ -1,13 +1,15 @@
 """`waltz-core client validate | produce | consume`: check the guarantees of the log as a client.
 
-As data, each producer writes the ID that its transaction will have. All producers write with the
-same lock. So each transaction either gets the ID of its client's high-water mark + 1, or the server
-rejects it and the client computes it again. Readers check that the data of every transaction is its
-own ID, and that the IDs have no gap. So every reader detects a missing rejection, and lost,
+Each producer predicts the ID of its next transaction, and writes this ID as the data of the
+transaction. The prediction is the client's high-water mark + 1. All producers use the same lock. So
+if another transaction gets the predicted ID first, the server must reject the producer's
+transaction, and the client computes it again. Readers check that the data of every transaction is
+its own ID, and that there are no gaps between IDs. They detect missing rejections, and lost,
 duplicate or reordered transactions.
 
 Rules:
-    1. No other client may write to these partitions meanwhile: its transactions count as errors.
+    1. No other client may write to these partitions during the check: its transactions would be
+       reported as errors.
     2. IDs are written as text, so that `waltz-core client read` shows each ID twice.
 """
 
@@ -109,7 +111,7 @@ def _partitions_of(options: CheckOptions, client: AsyncWaltzClient) -> list[int]
 
 
 class NumberedContext(TransactionContext):
-    """Appends one transaction, whose data is the ID that it will get."""
+    """Appends one transaction, whose data is its predicted ID."""
 
     def __init__(self, partition: int, timeout_s: float) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class NumberedContext(TransactionContext):
         return self._partition
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Set the data to the expected ID, and set the lock that all producers use."""
+        """Set the data to the predicted ID, and set the lock that all producers use."""
         self.attempts += 1
         builder.data = expected_data(builder.client_high_water_mark + 1)
         builder.set_write_locks([lock(LOCK_NAME)])
@@ -222,7 +224,10 @@ class CheckCallbacks(AsyncCallbacks):
 
     async def wait_until_reached(self, ends: Mapping[int, int]) -> None:
         """Wait until the transactions up to `ends` were checked, or a feed has ended."""
-        while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
+        while (
+            any(self.marks[partition] < end for partition, end in ends.items())
+            and not self.is_stopped
+        ):
             self._progress_event.clear()
             await self._progress_event.wait()
 
@@ -230,7 +235,7 @@ class CheckCallbacks(AsyncCallbacks):
 def errors_in_transaction(
     partition: int, previous_id: int, transaction_id: int, data: bytes
 ) -> list[str]:
-    """Return the errors in a transaction that follows the transaction with ID `last`."""
+    """Return the errors in a transaction that follows the transaction with ID `previous_id`."""
     position = f"partition {partition}, transaction {transaction_id}"
     texts = []
     if transaction_id != previous_id + 1:
@@ -257,7 +262,7 @@ async def validate(options: CheckOptions) -> int:
         for _ in range(options.clients - 1):
             next_client = AsyncWaltzClient.connect(options.connect)
             clients.append(await stack.enter_async_context(next_client))
-        starts = {each: await first.high_water_mark(each) for each in partitions}
+        starts = {partition: await first.high_water_mark(partition) for partition in partitions}
         checks = [CheckCallbacks(starts) for _ in clients]
         written = WrittenTransactions(options.clients * options.transactions)
 
@@ -273,7 +278,8 @@ async def validate(options: CheckOptions) -> int:
         )
     error_texts = list(dict.fromkeys(fault for check in checks for fault in check.errors))
     foreign_count = (
-        sum(end - starts[each] for each, end in written.last_ids.items()) - written.written_count
+        sum(end - starts[partition] for partition, end in written.last_ids.items())
+        - written.written_count
     )
     if foreign_count:
         error_texts.append(
@@ -297,7 +303,7 @@ async def produce(options: CheckOptions) -> int:
     """Append the transactions of one client, for `consume` to check."""
     async with AsyncWaltzClient.connect(options.connect) as client:
         partitions = _partitions_of(options, client)
-        starts = {each: await client.high_water_mark(each) for each in partitions}
+        starts = {partition: await client.high_water_mark(partition) for partition in partitions}
         written = WrittenTransactions(options.transactions)
         await _run_with_timeout(
             options, _append_with_all([client], options, written), lambda: str(written)
@@ -324,16 +330,16 @@ async def consume(options: CheckOptions) -> int:
         partitions = _partitions_of(options, client)
         first: int | None = options.first
         starts = {
-            each: await client.high_water_mark(each)
+            partition: await client.high_water_mark(partition)
             if first is None
             else high_water_mark_before(first)
-            for each in partitions
+            for partition in partitions
         }
         expected_count: int = options.transactions
         check = CheckCallbacks(starts, expected_count)
         if not options.as_json:
             starts_text = ", ".join(
-                f"{each} from transaction {mark + 1}" for each, mark in starts.items()
+                f"{partition} from transaction {mark + 1}" for partition, mark in starts.items()
             )
             print_error(f"checking {expected_count} transactions of partitions {starts_text}")
 
@@ -396,14 +402,19 @@ async def _run_with_timeout(
 def _received_text(checks: list[CheckCallbacks], written: WrittenTransactions) -> str:
     """Return a text with the number of clients that have received all transactions."""
     has_received = [
-        all(check.marks[each] >= end for each, end in written.last_ids.items()) for check in checks
+        all(check.marks[partition] >= end for partition, end in written.last_ids.items())
+        for check in checks
     ]
     return f"{sum(has_received)} of {len(checks)} clients have received all transactions"
 
 
 def _new_id_ranges(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
     """Return the first and the last new ID of each partition that has new IDs."""
-    return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
+    return {
+        partition: [starts[partition] + 1, end]
+        for partition, end in ends.items()
+        if end > starts[partition]
+    }
 
 
 def _print_result(
@@ -421,8 +432,8 @@ def _print_result(
         text = value
         if isinstance(value, dict):
             text = ", ".join(
-                f"transactions {first}..{last} of partition {p}"
-                for p, (first, last) in value.items()
+                f"transactions {first}..{last} of partition {partition}"
+                for partition, (first, last) in value.items()
             )
         print_result(f"{name}: {text}")
     if error_texts is None:

@@ -99,7 +99,8 @@ def append(  # noqa: PLR0913 - one for each option
         for transaction_id in ids:
             print_result(str(transaction_id))
     if failures:
-        # Without this line, a user may repeat the command and append the other transactions twice.
+        # Without this hint, a user may repeat the command and append the committed transactions
+        # again.
         ids_hint = "; their IDs are printed above" if ids else ""
         print_error(f"{len(ids)} of {len(futures)} transactions were appended{ids_hint}")
         raise failures[0]
@@ -190,10 +191,8 @@ def read(
                     f"{partition}, found {first}"
                 )
         for chunk in _read_chunks(client, partition, first, last):
-            for each in chunk.rows():
-                _print_transaction(
-                    int(each.transaction_id), each.header, each.data, as_json=as_json
-                )
+            for row in chunk.rows():
+                _print_transaction(int(row.transaction_id), row.header, row.data, as_json=as_json)
     return 0
 
 
@@ -267,7 +266,7 @@ class _PrintCallbacks(AsyncCallbacks):
 
 
 def _print_transaction(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> None:
-    """Print a transaction; in JSON, control characters stay in the text, and JSON escapes them."""
+    """Print a transaction; JSON contains its whole text, with control characters escaped."""
     if as_json:
         text = data.decode("utf-8", "backslashreplace")
         print_json({"transaction_id": transaction_id, "header": header, "data": text})

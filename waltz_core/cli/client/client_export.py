@@ -23,7 +23,8 @@ from waltz_core.client.api.scanning import ArrowReader
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.strict_json import to_json
 
-# The size of a row group in a Parquet file; its batches are in memory together.
+# The size of a row group in a Parquet file. All batches of a row group are in memory at the same
+# time.
 ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 
@@ -92,8 +93,8 @@ def export(  # noqa: PLR0913 - one for each option
             schema=schema,
             data_format=payloads,
         )
-        with reader, _open_output(output) as sink:
-            count = _WRITERS[file_format](reader, sink)
+        with reader, _open_output(output) as output_file:
+            count = _WRITERS[file_format](reader, output_file)
     print_error(f"exported {count} transactions")
     return 0
 
@@ -178,7 +179,7 @@ def _flatten(table: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
     for index, part in enumerate(table.schema):
         if pa.types.is_binary(part.type):
             texts = [
-                None if each is None else to_one_line(each) for each in table[index].to_pylist()
+                None if value is None else to_one_line(value) for value in table[index].to_pylist()
             ]
             table = table.set_column(index, part.name, pa.array(texts, pa.string()))
     return table

@@ -287,41 +287,47 @@ def _parse_start_time(options: FollowOptions) -> int | None:
     if options.start_time is None:
         return None
     try:
-        moment = datetime.fromisoformat(options.start_time)
+        time = datetime.fromisoformat(options.start_time)
     except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
+        time = None
+    if time is None or time.tzinfo is None:
         raise BadConfig(
             "--start-time: expected a time with a time zone such as 2026-11-28T10:00:00Z, found "
             f"{options.start_time!r}"
         )
-    return int(moment.timestamp() * 1000)
+    return int(time.timestamp() * 1000)
 
 
 def _marks_before_time(
     client: WaltzClient, state_reader: LogStateReader, since_ms: int
 ) -> Mapping[int, int]:
-    """Return the marks before the first transactions that may be committed at or after a time."""
+    """Return the marks before the first transactions that may have been committed since a time."""
     log = state_reader.state()
     start_marks = {}
     for partition, mark in log.marks.items():
         first = log.first_available_ids[partition]
-        at = first_since(partial(stamp_ms_of, client, partition), mark, since_ms, first - 1)
-        # If no available transaction is older than the time, expired transactions may match it,
-        # too. The follower reports them as lost.
-        start_marks[partition] = at - 1 if 0 < first == at + 1 else at
+        last_older_id = first_since(
+            partial(stamp_ms_of, client, partition), mark, since_ms, first - 1
+        )
+        # If no available transaction is older than the time, expired transactions may also be newer
+        # than the time. The follower reports these transactions as lost.
+        start_marks[partition] = (
+            last_older_id - 1 if 0 < first == last_older_id + 1 else last_older_id
+        )
     return start_marks
 
 
 def _print_marks(options: FollowOptions, marks_by_location: Mapping[str, TableMarks]) -> int:
     if options.as_json:
         marks = {
-            location: {"marks": {str(part): mark for part, mark in sorted(each.marks.items())}}
-            for location, each in marks_by_location.items()
+            location: {
+                "marks": {str(part): mark for part, mark in sorted(table_marks.marks.items())}
+            }
+            for location, table_marks in marks_by_location.items()
         }
         print_json({"tables": marks} if options.table is None else marks[options.table])
         return 0
-    for location, each in marks_by_location.items():
-        marks_text = ",".join(f"{part}:{mark}" for part, mark in sorted(each.marks.items()))
+    for location, table_marks in marks_by_location.items():
+        marks_text = ",".join(f"{part}:{mark}" for part, mark in sorted(table_marks.marks.items()))
         print_error(f"table {location} contains the log up to the marks {marks_text}")
     return 0

@@ -1,5 +1,7 @@
 """The tables of `waltz-core follow`, from its options or from a TOML file.
 
+The TOML file has a section for each table:
+
 ["/lake/accounts"]
 key = "id"
 columns = ["id:int64", "owner:string"]
@@ -73,13 +75,13 @@ def read_tables(file: Path) -> list[TableOptions]:
             sections = tomllib.load(stream)
     except (OSError, ValueError) as error:
         raise BadConfig(f"--tables {file}: {error}") from None
-    if not sections or not all(isinstance(each, dict) for each in sections.values()):
+    if not sections or not all(isinstance(section, dict) for section in sections.values()):
         raise BadConfig(
             f'--tables {file}: expected a section such as ["/lake/accounts"] for each table'
         )
     return [
-        TableOptions(location, **_parse_section(file, location, each))
-        for location, each in sections.items()
+        TableOptions(location, **_parse_section(file, location, section))
+        for location, section in sections.items()
     ]
 
 

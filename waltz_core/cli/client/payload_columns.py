@@ -98,8 +98,8 @@ def declared_schema(columns: Sequence[str]) -> ArrowSchema | None:
         BadConfig: a column without a type is not a column of the log, or a type is unknown.
     """
     fields = []
-    for each in columns:
-        name, colon, kind = each.partition(":")
+    for column in columns:
+        name, colon, kind = column.partition(":")
         if not colon and name in READ_SCHEMA.names:
             fields.append(READ_SCHEMA.field(name))
         elif not colon:

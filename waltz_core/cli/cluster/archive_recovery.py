@@ -1,26 +1,27 @@
 """Finds the archived marks of partitions in the archive after ZooKeeper's data was lost.
 
-Only the archive and the replicas' logs remain. If the chosen log has the chain hash of a manifest,
-the log and the archive are equal up to this point. So the newest such manifest replaces the one
-that ZooKeeper recorded.
+After the loss, only the archive and the replicas' logs remain. If the chosen log of a partition has
+the same chain hash as a manifest, the log and the archived transactions are equal up to this point.
+So the newest manifest with this property replaces the manifest that ZooKeeper had recorded.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
-       version. Later manifests of an owner replace its earlier ones, and AR 7 (the first available
-       ID never decreases) holds between them.
-    2. A manifest fits if its checksums and pages are valid, all available objects exist with the
-       size that it states, and the chosen log has the manifest's chain hash at its end. It does not
-       matter if ZooKeeper never recorded the manifest: a storage verified its objects before the
-       manifest was written.
-    3. The manifest must not end below the start of any replica's log. A replica removes only
-       archived transactions, so a manifest that ends earlier lacks transactions.
-    4. If manifests exist and none fits, the command rejects the partition, even if no log lacks
-       transactions. Otherwise the archiver would begin again at 0, and garbage collection would
-       delete objects that backups need.
-    5. Only committed batches are archived. So if a newer manifest ends above the chosen log, this
-       log lacks committed transactions, and the command rejects the partition. With an older
-       manifest, the first garbage collection would delete the only object that has these
+       version. Later manifests of an owner replace its earlier ones, and their first available ID
+       is the same or higher (AR 7).
+    2. A manifest fits if three conditions hold. Its checksums and pages are valid. All of its
+       available objects exist and have the recorded size. At the manifest's last ID, the chosen log
+       has the manifest's chain hash. A manifest that ZooKeeper never recorded may fit, too: a
+       storage has verified its objects before the manifest was written.
+    3. The manifest must not end below the start of any replica's log. Replicas remove only archived
+       transactions, so a manifest that ends below this start is not the newest one, and lacks
        transactions.
+    4. If manifests exist and none of them fits, the command rejects the partition, even if its logs
+       are complete. Otherwise the archiver would begin again at ID 0, and garbage collection would
+       delete objects that backups need.
+    5. If a newer manifest ends above the chosen log, the command rejects the partition. Only
+       committed batches are archived, so this log lacks committed transactions. If the command used
+       an older manifest, the first garbage collection would delete the only object that contains
+       these transactions.
 """
 
 import asyncio
@@ -42,7 +43,8 @@ from waltz_core.records.record import BEFORE_FIRST, Chain, PartitionId, ReplicaI
 ANSWER_TIMEOUT_S: Final = 10.0
 DOCS_HINT: Final = "Hint: see docs/operations.md, section 'When ZooKeeper's data is lost'"
 
-# Errors of a manifest, which continue the search. The errors of a storage end the search.
+# After one of these errors, the search continues with the next manifest. Errors of a storage end
+# the search.
 _MANIFEST_ERRORS: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
 
 ShowProgress = Callable[[str], None]
@@ -50,10 +52,10 @@ ShowProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RecoveredLog:
-    """The log chosen for a partition: the transactions after `start_id`, up to `last_id`.
+    """The chosen log of a partition: the transactions after `start_id`, up to `last_id`.
 
-    `chain_at` requests the chain hash of the log at an ID; it is None if no batch ends there.
-    `starts` has the start of every replica's log.
+    `request_chain` requests the chain hash of the log at an ID; the answer is None if no batch ends
+    there. `replica_start_ids` contains the start of every replica's log.
     """
 
     partition_id: PartitionId
@@ -64,7 +66,7 @@ class RecoveredLog:
 
 
 class _CandidateManifest(NamedTuple):
-    """A manifest that may be the newest valid one: its archived mark, and its available objects."""
+    """A manifest that is a candidate: its archived mark, and its available objects."""
 
     mark: ArchivedMark
     objects: list[ObjectEntry]
@@ -103,7 +105,7 @@ class ArchiveRecovery:
         """Return the archived mark of a partition; None if nothing of it is archived.
 
         Raises:
-            BadRequest: the partition is rejected because of one of the rules 3 to 5.
+            BadRequest: the partition is rejected (rules 3 to 5).
             ArchiveUnavailable: the object store does not answer.
             The error that a storage returns.
         """
@@ -129,12 +131,14 @@ class ArchiveRecovery:
             if problem:
                 problems.append(f"{name}: {problem}")
                 continue
-            for each in problems:
+            for problem_text in problems:
                 self._on_skipped(
-                    f"partition {log.partition_id}: a newer manifest is ignored: {each}"
+                    f"partition {log.partition_id}: a newer manifest is ignored: {problem_text}"
                 )
             return candidate.mark
-        replica, start = max(log.replica_start_ids.items(), key=lambda each: each[1])
+        replica, start = max(
+            log.replica_start_ids.items(), key=lambda problem_text: problem_text[1]
+        )
         if not names and start == BEFORE_FIRST:
             return None
         found_text = (
@@ -187,8 +191,8 @@ class ArchiveRecovery:
             ObjectMissing, BadFormat, ChecksumMismatch: a file is missing or corrupt.
         """
         assert self._store is not None
-        saved = SavedManifest.read(self._store, name, crc32(self._store.read(name)))
-        manifest, entries = saved.manifest, saved.entries()
+        saved_manifest = SavedManifest.read(self._store, name, crc32(self._store.read(name)))
+        manifest, entries = saved_manifest.manifest, saved_manifest.entries()
         identity = manifest.cluster_key, manifest.partition_id
         if identity != (self._cluster_key, partition_id):
             raise BadFormat(
@@ -200,13 +204,13 @@ class ArchiveRecovery:
                 f"expected chain hash {manifest.chain.hex()} at its end, found "
                 f"{entries[-1].chain.hex()}"
             )
-        available = [each for each in entries if each.last >= manifest.first]
+        available = [entry for entry in entries if entry.last >= manifest.first]
         mark = ArchivedMark(
             manifest.last,
             manifest.chain,
             available[-1].commit_ms_max if available else 0,
             manifest.first,
-            saved.file_crc,
+            saved_manifest.file_crc,
             name,
         )
         return _CandidateManifest(mark, available)

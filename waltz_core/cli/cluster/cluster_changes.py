@@ -1,6 +1,6 @@
 """`waltz-core cluster add-storage | move-replica | ...`: change storages, replicas and servers.
 
-`administration/replica_changes.py` makes the changes, and `cli/change_commands.py` runs them.
+`administration/replica_changes.py` implements the changes, and `cli/change_commands.py` runs them.
 """
 
 import click

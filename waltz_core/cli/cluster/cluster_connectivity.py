@@ -1,7 +1,8 @@
 """`waltz-core cluster check-connectivity`: check connections to servers and between processes.
 
-The command cannot detect a firewall between a server and a storage. So it requests each server to
-connect to every storage (message 13 of Waltz 0.13, which 0.13 servers also answer).
+The command itself cannot detect a firewall between a server and a storage. So it requests each
+server to connect to every storage. The request is message 13 of protocol L, which 0.13 servers also
+answer.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ THIS_COMMAND: Final = "this command"
 
 
 class ConnectionCheck(NamedTuple):
-    """Whether one process can connect to another; `reason` has the error, if known."""
+    """Whether one process can connect to another; `reason` is the error, if known."""
 
     origin: str
     target: str
@@ -57,7 +58,7 @@ async def _check_all_servers(
     servers: list[str], storages: list[str], line: ProgressLine
 ) -> list[ConnectionCheck]:
     """Request each server concurrently to check its connections."""
-    done: list[str] = []
+    finished_servers: list[str] = []
 
     async def check_server(address: str) -> list[ConnectionCheck]:
         try:
@@ -72,20 +73,20 @@ async def _check_all_servers(
             ]
         else:
             checks = connection_checks_of_server(address, storages, dict(answer.reachable))
-        done.append(address)
-        waiting_for = ", ".join(each for each in servers if each not in done)
-        line.show(len(done), len(servers), f"waiting for {waiting_for}")
+        finished_servers.append(address)
+        waiting_for = ", ".join(server for server in servers if server not in finished_servers)
+        line.show(len(finished_servers), len(servers), f"waiting for {waiting_for}")
         return checks
 
     async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(check_server(each), name=each) for each in servers]
+        started = [tasks.create_task(check_server(server), name=server) for server in servers]
     return [check for task in started for check in task.result()]
 
 
 def connection_checks_of_server(
     server: str, storages: list[str], reported: Mapping[str, bool]
 ) -> list[ConnectionCheck]:
-    """Return a server's connection to each storage, including storages that it does not use yet."""
+    """Return the checks of a server for each storage, even for storages without partitions."""
     name = f"server {server}"
     checks = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):

@@ -1,8 +1,8 @@
 """`waltz-core cluster accept-replicas | rebuild-metadata`: recover a cluster from storages' logs.
 
-Both commands choose one replica's log by a decision, not by a quorum.
-`cluster/change/rebuilding.py` makes the decision. This module queries the storages, reports to the
-user, and writes to ZooKeeper.
+Normally a quorum of replicas determines the log of a partition. These commands instead choose the
+log of one replica; `cluster/change/rebuilding.py` contains the rules. This module queries the
+storages, reports to the user, and writes to ZooKeeper.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ NONCE_BYTES = 16
 
 @dataclass(slots=True)
 class _ReplicaAnswers:
-    """The answers of the replicas of one partition, in a session that the command has claimed."""
+    """The answers of one partition's replicas, in a store session that the command has claimed."""
 
     session: ClaimedSession
     partition_view: PartitionView
@@ -93,7 +93,7 @@ class _ReplicaAnswers:
 
     @property
     def logs(self) -> dict[ReplicaId, ReportedLog]:
-        return {each: reported_log(answer) for each, answer in self.prepared.items()}
+        return {replica: reported_log(answer) for replica, answer in self.prepared.items()}
 
     def close(self) -> None:
         for link in self.connections.values():
@@ -145,7 +145,7 @@ async def accept_replicas(
         except SessionFenced as fenced:
             newest = SessionId(max(newest, fenced.promised))
         except CoordinatorConflict:
-            pass  # the partition's server has claimed a session at the same time: try again
+            pass  # the partition's server has claimed a session at the same time: repeat
     raise Unavailable(
         f"partition {partition_id}: its server began a new store session during each of "
         f"{ATTEMPTS_MAX} attempts. Hint: run the command again."
@@ -205,7 +205,7 @@ async def _choose_and_declare_log(
     answers: _ReplicaAnswers,
     requested_options: tuple[str | None, str | None, bool],
 ) -> ChangeResult:
-    """Choose a log and show the possible losses; with `--yes`, declare it to be the log."""
+    """Choose a log and show the possible losses; with `--yes`, make it the partition's log."""
     logs, (replica, archive, is_accepted) = answers.logs, requested_options
     chosen_replica = _choose_replica(replica, partition_id, logs)
     possible_losses = rebuilding.describe_missing_in_chosen(logs[chosen_replica], logs)
@@ -250,9 +250,9 @@ def _check_is_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> Non
     if answers.is_zookeeper_rolled_back or rebuilding.is_undecided(metadata, marker):
         return
     trusted = [
-        each
-        for each, log in answers.logs.items()
-        if each in metadata.states and not log.is_suspect and not log.is_damaged
+        replica
+        for replica, log in answers.logs.items()
+        if replica in metadata.states and not log.is_suspect and not log.is_damaged
     ]
     count = len(metadata.states)
     quorum = count // 2 + 1
@@ -291,14 +291,14 @@ def _show_replicas(
 ) -> None:
     rows: list[tuple[object, ...]] = [
         (
-            each,
+            replica,
             log.last_session,
             log.last_synced_id,
             "suspect" if log.is_suspect else "damaged" if log.is_damaged else "-",
         )
-        for each, log in logs.items()
+        for replica, log in logs.items()
     ]
-    rows += [(each, "-", "-", "no answer") for each in unanswered]
+    rows += [(replica, "-", "-", "no answer") for replica in unanswered]
     print_table(("replica", "last session", "last ID", "problem"), rows)
 
 
@@ -308,7 +308,7 @@ async def _find_archived_mark(
     answers: _ReplicaAnswers,
     replica_and_url: tuple[ReplicaId, str | None],
 ) -> ArchivedMark | None:
-    """Return the archived mark from ZooKeeper; while it is being rebuilt, from the archive."""
+    """Return the archived mark from ZooKeeper or, during a rebuilding, from the archive."""
     marker, (chosen_replica, url) = answers.partition_view.marker, replica_and_url
     assert marker is not None
     if not rebuilding.is_undecided(answers.partition_view.metadata, marker):
@@ -327,10 +327,10 @@ async def _declare_chosen_log(
     chosen_replica: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
-    """Declare one replica's log to be the log; the other replicas copy the missing records."""
+    """Make one replica's log the log of the partition; the others copy the missing records."""
     session_id, logs = answers.session.session_id, answers.logs
-    ranked_replicas = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
-    members = (chosen_replica, *(each for each in ranked_replicas if each != chosen_replica))
+    ranked_replicas = sorted(logs, key=lambda member: logs[member].rank, reverse=True)
+    members = (chosen_replica, *(member for member in ranked_replicas if member != chosen_replica))
     decision = RebuildDecision(
         partition_id, chosen_replica, logs[chosen_replica], members
     ).with_log_session(session_id)
@@ -379,7 +379,7 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
     """Assign the first replicas of partitions with a chosen log (rebuilding.py, rule 2)."""
 
     def with_decisions(old: ReplicaAssignments) -> ReplicaAssignments:
-        assigned = {each: list(ids) for each, ids in old.partitions.items()}
+        assigned = {name: list(ids) for name, ids in old.partitions.items()}
         for decision in decisions:
             for address, ids in assigned.items():
                 is_member = address in decision.first_members
@@ -387,7 +387,7 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
                     ids.remove(decision.partition_id)
                 elif decision.partition_id not in ids and is_member:
                     ids.append(decision.partition_id)
-        return ReplicaAssignments({each: tuple(sorted(ids)) for each, ids in assigned.items()})
+        return ReplicaAssignments({name: tuple(sorted(ids)) for name, ids in assigned.items()})
 
     await coordinator.storages.change_layout(
         lambda old: replace(old, assignment=with_decisions(old.assignment))
@@ -473,13 +473,13 @@ rebuild_metadata.help_details = (
 
 
 async def _rebuild_cluster(command: ChangeCommand, former: FormerCluster) -> ChangeResult:
-    new, missing = _described_cluster(former), [ReplicaId(each) for each in former.missing]
+    new, missing = _described_cluster(former), [ReplicaId(address) for address in former.missing]
     permissions = None if former.access_file is None else read_export(former.access_file)
     replica_count = former.replicas or len(set(new.groups.values()))
-    for each in missing:
-        if each not in new.groups:
+    for address in missing:
+        if address not in new.groups:
             raise BadConfig(
-                f"--missing {each}: expected a storage that --storage also names, found only "
+                f"--missing {address}: expected a storage that --storage also names, found only "
                 f"{', '.join(map(str, new.groups))}"
             )
     await _create_znodes(command, new)
@@ -492,7 +492,7 @@ async def _rebuild_cluster(command: ChangeCommand, former: FormerCluster) -> Cha
             "summary": "start the storages, then the servers, then run the command again",
         }
     expected = ExpectedCluster(new.cluster_key.bytes, new.partition_count)
-    present_storages = [each for each in new.groups if each not in missing]
+    present_storages = [address for address in new.groups if address not in missing]
     links = await _await_storages(command, present_storages, expected)
     try:
         decisions, failures = await _choose_and_write_logs(command, former, new, missing, links)
@@ -540,8 +540,8 @@ async def _choose_and_write_logs(
         )
         for decision in decisions
     }
-    # Raise the IDs before any partition can be opened. So no server gets a generation that was
-    # used.
+    # Raise the IDs before any partition can be opened, so that no server gets a generation that was
+    # used earlier.
     issued_id = max((each.issued_id for each in newest.values()), default=0)
     await command.coordinator.issued_ids.increase_to(ClientId(issued_id))
     await command.coordinator.increase_ids(
@@ -582,7 +582,7 @@ def _recovered_log(
     """Describe the log of the chosen replica, at `link`, for the search in the archive."""
     source = replies[link.address]
     starts = {
-        each: TransactionId(max(answer.start, BEFORE_FIRST)) for each, answer in replies.items()
+        name: TransactionId(max(answer.start, BEFORE_FIRST)) for name, answer in replies.items()
     }
     return RecoveredLog(
         partition_id,
@@ -603,11 +603,13 @@ def _choose_logs(
     """Choose the log of each partition; also return the errors of partitions without a log."""
     decisions: list[RebuildDecision] = []
     failures: list[WaltzError] = []
-    for each in pending:
-        logs = {name: reported_log(reply[each]) for name, reply in replies.items() if each in reply}
+    for number in pending:
+        logs = {
+            name: reported_log(reply[number]) for name, reply in replies.items() if number in reply
+        }
         try:
             decision = rebuilding.choose_log(
-                each, logs, groups=groups, replica_count=replica_count, unanswered=missing
+                number, logs, groups=groups, replica_count=replica_count, unanswered=missing
             )
         except BadRequest as error:
             failures.append(error)
@@ -678,10 +680,10 @@ async def _restore_permissions(command: ChangeCommand, exported: Permissions) ->
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether no log was chosen yet for a partition, or its replicas are not assigned yet.
+    """Whether no log was chosen for a partition yet, or its replicas are not assigned yet.
 
-    If an earlier command died before it assigned the replicas, they are missing. The partition was
-    never opened then, so its log is chosen again.
+    If an earlier command died before it assigned the replicas, the partition was never opened. So
+    its log can be chosen again.
     """
     view = await coordinator.read_partition(partition_id)
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
@@ -715,22 +717,24 @@ async def _prepare_all(
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
         answers_of_link = await link.prepare(
-            {each: ClaimedSession(SessionId(0), nonce) for each in partitions}
+            {number: ClaimedSession(SessionId(0), nonce) for number in partitions}
         )
-        for each, answer in answers_of_link.items():
+        for number, answer in answers_of_link.items():
             if isinstance(answer, Nack):
-                newest[each] = max(newest[each], SessionId(answer.promised))
-    # Add 2: a storage that has lost the nonce of its promise accepts only the following session.
-    sessions = {each: ClaimedSession(SessionId(newest[each] + 2), nonce) for each in partitions}
+                newest[number] = max(newest[number], SessionId(answer.promised))
+    # Add 2: a storage that has lost the nonce of its promise rejects session newest + 1.
+    sessions = {
+        number: ClaimedSession(SessionId(newest[number] + 2), nonce) for number in partitions
+    }
     replies: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
         answers = await link.prepare(sessions)
         replies[address] = {
-            each: answer for each, answer in answers.items() if isinstance(answer, Prepared)
+            number: answer for number, answer in answers.items() if isinstance(answer, Prepared)
         }
-        for each, rejected in answers.items():
+        for number, rejected in answers.items():
             if isinstance(rejected, Nack) and rejected.error_code != UnknownPartition.code:
-                raise Unavailable(f"{address}, partition {each}: {rejected.message}")
+                raise Unavailable(f"{address}, partition {number}: {rejected.message}")
     return sessions, replies
 
 
@@ -768,8 +772,8 @@ async def _write_decision(
     view = await coordinator.read_partition(decision.partition_id)
     metadata = view.metadata
     assert metadata is not None
-    # The generation must not decrease: a server that has not read it yet cannot claim the
-    # partition.
+    # The generation must not decrease: a server that has not read the new generation yet cannot
+    # claim the partition.
     generation = max(metadata.generation, generation)
     new_metadata: PartitionMetadata = decision.metadata(generation, marker.session_id)
     await coordinator.write_partition(decision.partition_id, new_metadata, marker, view.versions)

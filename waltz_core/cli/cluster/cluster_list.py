@@ -19,7 +19,8 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
 
-# A session needs a root. If the connect string has none, use this root, which no cluster has.
+# A session needs a root. If the connect string has none, the command uses this root, at which no
+# cluster can exist.
 ROOT_FOR_CONNECTING = "/zookeeper"
 DETAIL_COLUMNS = ("servers", "storages", "key")
 
@@ -43,7 +44,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
             }
             try:
                 rows.append({**row, **await _read_details(session.for_root(root))})
-            except WaltzError as error:  # a partly deleted cluster must not hide the others
+            except WaltzError as error:  # the list contains other clusters despite this error
                 rows.append({**row, **dict.fromkeys(DETAIL_COLUMNS)})
                 print_error(f"{root}: {error}")
     if as_json:

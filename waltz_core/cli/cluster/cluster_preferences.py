@@ -10,7 +10,7 @@ from waltz_core.cli.subcommands import subcommand
 POLL_INTERVAL_S = 0.1
 
 
-# --- preferred partitions; the group `server` has these subcommands under other names
+# --- preferred partitions; group `server` contains these subcommands under other names
 
 
 @subcommand
@@ -49,16 +49,24 @@ async def audit(*, connect: str, as_json: bool) -> int:
         print_json(
             [
                 {
-                    "user": each.user,
-                    "begun_ms": each.begun_ms,
-                    "ended_ms": each.ended_ms,
-                    "command": each.command,
-                    "outcome": each.outcome,
+                    "user": audit_entry.user,
+                    "begun_ms": audit_entry.begun_ms,
+                    "ended_ms": audit_entry.ended_ms,
+                    "command": audit_entry.command,
+                    "outcome": audit_entry.outcome,
                 }
-                for each in entries
+                for audit_entry in entries
             ]
         )
         return 0
-    rows = [(time_text(each.begun_ms), each.user, each.command, each.outcome) for each in entries]
+    rows = [
+        (
+            time_text(audit_entry.begun_ms),
+            audit_entry.user,
+            audit_entry.command,
+            audit_entry.outcome,
+        )
+        for audit_entry in entries
+    ]
     print_table(("when", "user", "command", "outcome"), rows)
     return 0

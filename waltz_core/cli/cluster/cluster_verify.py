@@ -1,6 +1,6 @@
 """`waltz-core cluster verify`: seven checks of every partition, from ZooKeeper to storages.
 
-The command changes nothing. It reports failures as sentences for people, and by partition and check
+The command changes nothing. It prints failures as sentences for users, or by partition and check
 for programs. `ops/checks.py` derives the failures from the answers to the doctor's queries.
 """
 

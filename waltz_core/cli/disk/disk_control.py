@@ -89,9 +89,9 @@ def dump_control_file(
         storage, errors = decode_storage_id(identity)
         print_result(f"{ID_NAME}: storage {uuid_text(storage)}{_errors_text(errors)}")
         print_result("")
-    for number, pair in slots.items():
-        if pair is not None:
-            _print_slots(number, pair)
+    for number, slots_of_partition in slots.items():
+        if slots_of_partition is not None:
+            _print_slots(number, slots_of_partition)
     return 0
 
 

@@ -1,9 +1,10 @@
 """`waltz-core disk dump-segment | segment-statistic`: print the content of segments.
 
 Rules:
-    1. A dump is printed while the segment is read, so any segment needs only a few blocks of
-       memory.
-    2. With `--json`, a dump has one value per line, each with its `kind`; a statistic is one list.
+    1. A dump is printed while the segment is read, so even a large segment needs only a few blocks
+       of memory.
+    2. With `--json`, a dump is one JSON value per line, each with a field `kind`; a statistic is
+       one JSON list.
     3. Damaged parts are printed as they are, and the dump continues after them.
 """
 
@@ -99,14 +100,14 @@ def dump_segment(arguments: DumpArguments, *, path: Path, partitions: list[int] 
     """Print the header, records and batches of segments."""
     options = _parse_dump_arguments(arguments)
     paths = segments_at(path, partitions)
-    for each, next_path in zip(paths, [*paths[1:], None], strict=True):
-        has_next_segment = next_path is not None and next_path.parent == each.parent
+    for dumped_path, next_path in zip(paths, [*paths[1:], None], strict=True):
+        has_next_segment = next_path is not None and next_path.parent == dumped_path.parent
         ends_before = (
             has_next_segment and next_path is not None and int(next_path.stem) <= options.first
         )
-        begins_after = options.last is not None and int(each.stem) > options.last
+        begins_after = options.last is not None and int(dumped_path.stem) > options.last
         if not ends_before and not begins_after:
-            _dump_segment(each, options)
+            _dump_segment(dumped_path, options)
     return 0
 
 
@@ -184,8 +185,8 @@ def _start_position(file: OpenFile, path: Path, first: int, wanted_id: int) -> t
     index = segment_path(path.parent, first, ".idx")
     if wanted_id > first and index.exists():
         with OpenFile(index) as entries:
-            at = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted_id - first)
-            offset = int.from_bytes(entries.pread(OFFSET_BYTES, at), "big", signed=True)
+            start_offset = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted_id - first)
+            offset = int.from_bytes(entries.pread(OFFSET_BYTES, start_offset), "big", signed=True)
         if is_record_at(file, wanted_id, offset):
             return wanted_id, offset
     return first, FILE_HEADER_BYTES

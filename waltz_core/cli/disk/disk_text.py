@@ -28,7 +28,9 @@ def utc_text(milliseconds: int) -> str:
 def fields_json(value: BatchEntry | ControlInfo | ControlSlot) -> dict[str, object]:
     """Return the fields of a structure for JSON; `errors` is renamed to "wrong"."""
     fields: dict[str, object] = value._asdict()
-    return {"wrong" if name == "errors" else name: each for name, each in fields.items()}
+    return {
+        "wrong" if name == "errors" else name: field_value for name, field_value in fields.items()
+    }
 
 
 def uuid_text(key: bytes) -> str:

@@ -175,7 +175,7 @@ def _repair_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object
 def _repair_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.is_valid:
         return f"{index.path}: correct, {index.entries} entries; unchanged"
-    done = "would be rebuilt" if dry_run else "rebuilt"
+    action_text = "would be rebuilt" if dry_run else "rebuilt"
     problem_text = (
         "missing" if index.old_entries is None else f"{index.difference_count} wrong entries"
     )
@@ -186,4 +186,4 @@ def _repair_text(index: IndexRepairResult, *, dry_run: bool) -> str:
         if index.kept_count
         else ""
     )
-    return f"{index.path}: {problem_text}; {done}, {index.entries} entries{kept_text}"
+    return f"{index.path}: {problem_text}; {action_text}, {index.entries} entries{kept_text}"

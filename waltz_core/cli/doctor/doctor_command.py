@@ -3,7 +3,7 @@
 `ops/findings.py` lists all possible findings.
 
 Rules:
-    1. The doctor changes nothing, and it terminates: each query has a timeout.
+    1. The doctor changes nothing. It always ends, because each query has a timeout.
     2. It omits temporary problems (`administration/lasting_findings.py`).
     3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """
@@ -95,8 +95,10 @@ def find_local_cluster(directory: Path) -> LocalCluster | None:
 
 def _local_facts(local: LocalCluster) -> LocalFacts:
     members = [
-        MemberFacts(each.name, f"{local.host}:{each.port}", each.state, each.pid, each.admin_port)
-        for each in local.members
+        MemberFacts(
+            member.name, f"{local.host}:{member.port}", member.state, member.pid, member.admin_port
+        )
+        for member in local.members
     ]
     return LocalFacts(str(local.directory), tuple(members))
 
@@ -121,8 +123,8 @@ def findings_text(facts: Facts, findings: list[Finding]) -> list[str]:
             return ["no lasting problem was found, but the cluster could not be queried: try again"]
         return [f"no problems: {cluster_summary(facts)}", f"clocks: {_clocks_text(facts)}"]
     lines = []
-    for number, each in enumerate(findings, 1):
-        lines += [f"{number}. {each.sentence}", f"   {each.command}"]
+    for number, finding in enumerate(findings, 1):
+        lines += [f"{number}. {finding.sentence}", f"   {finding.command}"]
     return lines
 
 
@@ -149,14 +151,14 @@ def findings_json(facts: Facts, findings: list[Finding]) -> dict[str, object]:
         "is_healthy": _is_healthy(facts, findings),
         "findings": [
             {
-                "name": each.name,
-                "area": FINDING_KINDS[each.name].area.value,
-                "about": each.subject,
-                "partition": each.partition,
-                "sentence": each.sentence,
-                "command": each.command,
+                "name": finding.name,
+                "area": FINDING_KINDS[finding.name].area.value,
+                "about": finding.subject,
+                "partition": finding.partition,
+                "sentence": finding.sentence,
+                "command": finding.command,
             }
-            for each in findings
+            for finding in findings
         ],
         "facts": _facts_json(facts),
         "not_measured": list(NOT_MEASURED),

@@ -52,24 +52,24 @@ async def list_command(*, connect: str, as_json: bool) -> int:
         for key, descriptor in view.servers.items()
     ]
     if as_json:
-        entries = [each._asdict() for each in rows]
+        entries = [row._asdict() for row in rows]
         print_json({"is_settled": view.is_settled, "servers": entries})
     else:
         print_table(
             ("server", "address", "owns", "partitions", "preferred", "state"),
             [
                 (
-                    each.server,
-                    each.address,
-                    len(each.partitions),
-                    ranges_of_numbers(each.partitions),
-                    ranges_of_numbers(each.preferred),
-                    each.state,
+                    row.server,
+                    row.address,
+                    len(row.partitions),
+                    ranges_of_numbers(row.partitions),
+                    ranges_of_numbers(row.preferred),
+                    row.state,
                 )
-                for each in rows
+                for row in rows
             ],
         )
-    return 0 if all(each.state == STATE_OK for each in rows) else 1
+    return 0 if all(row.state == STATE_OK for row in rows) else 1
 
 
 async def _query_state(address: str) -> str:

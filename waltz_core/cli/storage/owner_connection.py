@@ -1,11 +1,14 @@
-"""Sends storages the requests that normally only the owner of a session sends.
+"""Sends storages the requests that normally only the owner of a store session sends.
 
-A server sends the same messages in its sessions, and a storage applies the same rules to them.
-`cluster/change/rebuilding.py` decides, based on the answers.
+The commands for disaster recovery need these requests to inspect and choose logs. The storage
+applies the same rules to them as to requests from a server. `cluster/change/rebuilding.py` decides,
+based on the answers.
 
 Rules:
-    1. ZooKeeper has allocated the session that a storage promises to this command only.
-    2. A connection serves one purpose, and is closed afterwards, which ends its promises.
+    1. A storage promises only sessions that this command has allocated in ZooKeeper, so no server
+       has the same session.
+    2. A connection is used for one task and then closed. Closing it ends its sessions on the
+       storage.
 """
 
 import asyncio
@@ -125,7 +128,7 @@ class OwnerConnection:
     async def set_low_water_mark(
         self, partition_id: PartitionId, session: ClaimedSession, prepare_answer: Prepared
     ) -> None:
-        """Store the session and the low-water mark at the end of the log, which is then trusted."""
+        """Store the session, and the end of the log as low-water mark: the log is trusted then."""
         fields = (session.session_id, 1_000_000, partition_id)
         mark = SetLowWaterMark(*fields, prepare_answer.synced_max, bytes(prepare_answer.chain))
         (answer,) = await self._request([mark])
@@ -152,7 +155,7 @@ class OwnerConnection:
     ) -> MaximumIds:
         """Return the highest client ID and generation in the last `ID_RECORDS_MAX` records on disk.
 
-        Raises the error in the storage's answer, also if it cannot read a record.
+        Raises the error in the storage's answer, for example if the storage cannot read a record.
         """
         last = prepare_answer.synced_max
         first = max(0, prepare_answer.start + 1, last - ID_RECORDS_MAX + 1)
@@ -225,14 +228,17 @@ async def open_connections(
     async with asyncio.TaskGroup() as tasks:
         for address in storages:
             tasks.create_task(dial(address))
-    return {each: connections[each] for each in storages if each in connections}, failures
+    return {
+        storage: connections[storage] for storage in storages if storage in connections
+    }, failures
 
 
 def reported_log(prepare_answer: Prepared) -> ReportedLog:
     """Return the description of a replica's log from its answer."""
     pairs = memoryview(prepare_answer.damaged)
     last_damaged_ids = (
-        int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16)
+        int.from_bytes(pairs[offset + 8 : offset + 16], "big")
+        for offset in range(0, len(pairs), 16)
     )
     return ReportedLog(
         SessionId(prepare_answer.last_session),

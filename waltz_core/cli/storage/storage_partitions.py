@@ -1,9 +1,10 @@
 """`waltz-core storage add-partition | remove-partition | …`: change the replicas of storages.
 
 Rules:
-    1. Partitions are changed one at a time. The first error ends the command, which reports the
+    1. Partitions are changed one at a time. At the first error, the command ends and reports the
        completed partitions.
-    2. The storage itself rejects changes that may lose data, so that the rule holds for all tools.
+    2. The storage itself rejects changes that may lose data, so that no tool can make such a
+       change.
     3. If the options name a cluster, changes are recorded in its audit log.
 """
 
@@ -71,7 +72,7 @@ async def _change_partitions(
     """Apply a change to each partition of a storage, and report the completed ones (rule 1)."""
     partition_numbers = parse_partition_numbers(partitions)
     target = await find_one_storage(choice)
-    done: list[int] = []
+    completed: list[int] = []
     try:
         async with (
             audit_storage_change(choice),
@@ -79,12 +80,14 @@ async def _change_partitions(
         ):
             for partition in partition_numbers:
                 await change(admin, partition)
-                done.append(partition)
+                completed.append(partition)
     finally:
         if choice.as_json:
-            print_json({"storage": str(target), "subcommand": subcommand_name, "done": done})
-        elif done:
-            print_error(f"{target}: {subcommand_name}. Partitions already done: {_ranges(done)}")
+            print_json({"storage": str(target), "subcommand": subcommand_name, "done": completed})
+        elif completed:
+            print_error(
+                f"{target}: {subcommand_name}. Partitions already done: {_ranges(completed)}"
+            )
     return 0
 
 
@@ -226,11 +229,11 @@ async def recover_partition(
         with ProgressLine() as line:
             for partition in partition_numbers:
                 line.show(len(results), len(partition_numbers), f"copying partition {partition}")
-                before = await _query_last_id(target_admin, target, partition)
-                after = await copy_partition(
-                    source_admin, target_admin, partition, before + 1, bytes_max=batch_bytes
+                last_id_before = await _query_last_id(target_admin, target, partition)
+                last_id_after = await copy_partition(
+                    source_admin, target_admin, partition, last_id_before + 1, bytes_max=batch_bytes
                 )
-                results.append((partition, before, after))
+                results.append((partition, last_id_before, last_id_after))
     titles = ("partition", "last before", "last after")
     if choice.as_json:
         print_json([dict(zip(titles, row, strict=True)) for row in results])
@@ -283,14 +286,16 @@ async def sync_partitions(choice: StorageChoice) -> int:
     rows: list[tuple[str, str, object, str]] = []
     async with audit_storage_change(choice):
         with ProgressLine() as line:
-            for at, target in enumerate(targets):
-                line.show(at, len(targets), f"storage {target}")
+            for index, target in enumerate(targets):
+                line.show(index, len(targets), f"storage {target}")
                 assigned = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with admin_connection(
                         target.admin_address, ssl=member_connections.ssl_context()
                     ) as admin:
-                        rows += await _sync_storage(admin, target, [int(each) for each in assigned])
+                        rows += await _sync_storage(
+                            admin, target, [int(partition_id) for partition_id in assigned]
+                        )
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))
         failed_count = sum(outcome != "done" for *_, outcome in rows)
@@ -307,7 +312,9 @@ def _print_synced(
 ) -> None:
     titles = ("storage", "step", "partition", "outcome")
     if as_json:
-        print_json({"is_done": is_done, "steps": [dict(zip(titles, r, strict=True)) for r in rows]})
+        print_json(
+            {"is_done": is_done, "steps": [dict(zip(titles, row, strict=True)) for row in rows]}
+        )
     elif rows:
         print_table(titles, rows)
     else:
@@ -317,12 +324,12 @@ def _print_synced(
 async def _sync_storage(
     admin: StorageAdmin, target: StorageTarget, assigned: list[int]
 ) -> list[tuple[str, str, object, str]]:
-    """Change a storage's partitions to those that are assigned to it; never delete files."""
-    present = [
+    """Add and remove partitions of a storage as ZooKeeper assigns them; never delete files."""
+    present_partitions = [
         partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
     ]
-    steps = [(partition, True) for partition in assigned if partition not in present]
-    steps += [(partition, False) for partition in present if partition not in assigned]
+    steps = [(partition, True) for partition in assigned if partition not in present_partitions]
+    steps += [(partition, False) for partition in present_partitions if partition not in assigned]
     rows: list[tuple[str, str, object, str]] = []
     for partition, is_assigned in steps:
         outcome = "done"

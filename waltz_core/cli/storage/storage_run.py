@@ -1,7 +1,7 @@
 """`waltz-core storage run`: run a storage daemon.
 
-The module imports nothing that only other subcommands need: such imports would take a quarter of
-the start time.
+The module does not import the modules of other subcommands, because these imports would take a
+quarter of the start time.
 """
 
 from collections.abc import Callable

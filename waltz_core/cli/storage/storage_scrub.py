@@ -1,6 +1,6 @@
 """`waltz-core storage scrub`: verify records on disk now, wait, and report the result.
 
-The storage runs the scrub pass, which may take hours. It continues after the command's timeout.
+The storage runs the scrub, which may take hours. The scrub continues after the command's timeout.
 """
 
 import asyncio
@@ -65,13 +65,13 @@ async def scrub(choice: StorageChoice, *, partitions: str, status: bool, timeout
         print_table(
             _TITLES, [["-" if cell is None else cell for cell in row.values()] for row in states]
         )
-    bad = [row["partition"] for row in states if row["damaged"] or row["error"]]
-    if bad:
+    damaged = [row["partition"] for row in states if row["damaged"] or row["error"]]
+    if damaged:
         print_error(
-            f"{target}: partitions {bad} are damaged or were not read completely; the servers "
+            f"{target}: partitions {damaged} are damaged or were not read completely; the servers "
             "that own them repair the damage"
         )
-    return 1 if bad else 0
+    return 1 if damaged else 0
 
 
 async def _scrub_state(
@@ -82,8 +82,8 @@ async def _scrub_state(
     state = await admin.request(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count
     while is_requested and state.passes_count == passes_count:
-        at, count = state.next_id, state.last_id + 1
-        line.show(at, count, f"scrubbing partition {partition}: record {at} of {count}")
+        next_id, count = state.next_id, state.last_id + 1
+        line.show(next_id, count, f"scrubbing partition {partition}: record {next_id} of {count}")
         await asyncio.sleep(POLL_INTERVAL_S)
         state = await admin.request(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
     line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")

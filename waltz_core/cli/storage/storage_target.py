@@ -1,6 +1,6 @@
 """The options with which the `storage` subcommands select storages and partitions.
 
-A storage has two addresses: that of its admin port and, within a cluster, that of its data port, to
+A storage has two addresses: the address of its admin port, and the address of its data port, to
 which servers connect. All subcommands accept both.
 """
 
@@ -102,8 +102,10 @@ def with_storage_options(
         help="address of the storage's admin port; replaces --connect and --storage",
     )
     # A hidden option of earlier versions: the timeout for ZooKeeper only.
-    hidden = click.option("--wait-s", type=float, default=options.CONNECT_TIMEOUT_S, hidden=True)
-    wait_s = hidden if has_timeout else options.zookeeper_timeout_option
+    hidden_option = click.option(
+        "--wait-s", type=float, default=options.CONNECT_TIMEOUT_S, hidden=True
+    )
+    wait_s = hidden_option if has_timeout else options.zookeeper_timeout_option
     option_decorators = [
         options.gather_options(StorageChoice),
         options.json_option,

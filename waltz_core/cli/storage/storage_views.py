@@ -163,7 +163,7 @@ async def _data_port_problem(address: str) -> str | None:
 
 
 async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> str | None:
-    """Return an error unless the admin port belongs to the registered storage."""
+    """Return an error if the admin port does not belong to the registered storage."""
     store = facts.view.store
     try:
         async with admin_connection(

@@ -1,14 +1,14 @@
 """The audit log in ZooKeeper: the newest changes of the cluster by commands.
 
-The log has the user, time, command and outcome of each change, even if the machine that ran the
-command is lost.
+The log contains the user, time, command and outcome of each change. It is in ZooKeeper so that it
+survives the loss of the machine that ran the command.
 
 Rules:
     1. An entry is written before a change begins; its outcome is written when the change is over.
        An entry with the outcome "begun" belongs to a change that was interrupted.
     2. Only the newest `ENTRIES_MAX` entries are kept.
-    3. A change does not begin if its entry cannot be written; if the outcome cannot be written, the
-       change continues.
+    3. If the entry cannot be written, the change does not begin. If only the outcome cannot be
+       written, the change remains in effect.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _FORMAT = 1
 class AuditEntry:
     """A change of the cluster by a command, with its outcome.
 
-    Node `R/x/audit/e_N` has JSON with `format` 1 and these fields.
+    Node `R/x/audit/e_N` contains JSON with `format` 1 and these fields.
 
     `outcome` is "begun", "done" or "failed: " and the reason.
     """
@@ -97,12 +97,12 @@ class AuditLog:
         """Record a change that is about to begin; return the path of its entry, for `end`."""
         paths = self._nodes.paths
         await self._nodes.create_missing((paths.extensions, paths.audit))
-        before = await self._entry_names()
+        names_before = await self._entry_names()
         step = CreateNode(paths.audit_prefix, entry.to_bytes(), is_sequential=True)
         # ZooKeeper returns no names of sequential nodes, so the new node is found by its content.
         await self._znodes.write([step])
-        after = [name for name in await self._entry_names() if name not in before]
-        for name in reversed(after):
+        new_names = [name for name in await self._entry_names() if name not in names_before]
+        for name in reversed(new_names):
             path = f"{paths.audit}/{name}"
             node = await self._znodes.get(path)
             if node is not None and node.data == step.data:
@@ -115,11 +115,11 @@ class AuditLog:
 
     async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:
         """Record the outcome of a change (rule 3)."""
-        done = replace(entry, outcome=outcome, ended_ms=ended_ms)
+        ended_entry = replace(entry, outcome=outcome, ended_ms=ended_ms)
         with suppress(errors.WaltzError):
             node = await self._znodes.get(path)
             if node is not None:
-                await self._znodes.write([SetNode(path, done.to_bytes(), node.stat.version)])
+                await self._znodes.write([SetNode(path, ended_entry.to_bytes(), node.stat.version)])
 
     async def read(self, count_max: int = ENTRIES_MAX) -> list[AuditEntry]:
         """Return the newest entries, at most `count_max`, oldest first."""

@@ -1,18 +1,20 @@
-"""A backup of a cluster: one consistent point of all partitions, as a file.
+"""The file of a cluster's backup: the state of all partitions at one consistent point.
 
-The file has all data from ZooKeeper that a restored cluster needs, and the manifests of the
-archive. The transactions themselves are in the archive. The file is JSON after a line with its
-CRC-32, like a manifest.
+The file contains all data from ZooKeeper that a restored cluster needs, and the manifests of the
+archive. The transactions themselves are in the archive. The first line of the file is the CRC-32 of
+the rest, which is JSON. A manifest has the same format.
 
 Rules (docs/decisions/055):
-    1. The exactly-once writes are read first, then the high-water marks, then the writes again, the
-       IDs and the sessions. So rows of a write that is done have IDs up to the marks, and all IDs,
-       attempts and sessions in the log up to the marks are known.
-    2. A write is done in the backup only if it was done at the first reading (`merge_writes`).
-    3. The archive reaches each mark when the backup is complete; it may have more transactions.
-    4. A file of an earlier version has neither the last client ID that servers have issued nor
-       permissions. Otherwise, the file has the permissions as in their node, or none if the cluster
-       has none.
+    1. A backup reads, in this order: the exactly-once writes, the high-water marks, the writes
+       again, the ID counters and the sessions. The first reading ensures that all rows of a
+       finished write have IDs up to the marks. The last readings ensure that the backup contains
+       all IDs, attempts and sessions that occur in the log up to the marks.
+    2. The backup records a write as done only if it was done at the first reading (`merge_writes`).
+    3. When the backup is complete, the archive contains each partition up to its mark; it may also
+       contain later transactions.
+    4. The file contains the permissions, in the format of their node, if the cluster has
+       permissions. Files of earlier versions contain neither permissions nor the last client ID
+       that servers have issued.
 """
 
 from collections.abc import Mapping
@@ -51,10 +53,10 @@ class PartitionBackup:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """The content of a backup; see the module's rules. `taken_ms` is information for people.
+    """The content of a backup; see the module's rules.
 
-    `client_id` is the last ID that a client has allocated, `issued_client_id` the last one that a
-    server has issued.
+    `taken_ms` is only shown to users. `client_id` is the last ID that a client has allocated, and
+    `issued_client_id` the last ID that a server has issued.
     """
 
     name: str
@@ -146,9 +148,9 @@ class Backup:
                 continue
             partition.manifest.entries()
             manifest = partition.manifest.manifest
-            found = (manifest.cluster_key, manifest.partition_id)
+            manifest_identity = (manifest.cluster_key, manifest.partition_id)
             if (
-                found != (self.cluster_key.bytes, number)
+                manifest_identity != (self.cluster_key.bytes, number)
                 or manifest.last < partition.high_water_mark
             ):
                 raise errors.BadFormat(
@@ -209,7 +211,7 @@ def _partition_from_json(values: object) -> PartitionBackup:
             _field_of_type(str, files, "name"),
             _whole_number(files, "crc"),
             _field_of_type(str, files, "head").encode(),
-            tuple(_field_of_type(str, {"page": each}, "page").encode() for each in pages),
+            tuple(_field_of_type(str, {"page": page}, "page").encode() for page in pages),
         )
     return PartitionBackup(
         TransactionId(_whole_number(values, "mark")),

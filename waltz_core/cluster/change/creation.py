@@ -114,8 +114,10 @@ class NewCluster:
         """The partitions of each storage."""
         if self.assignment is None:
             return assign_replicas(self.groups, self.partition_count)
-        listed = {address: self.assignment.get(address, ()) for address in self.groups}
-        return model.ReplicaAssignments(listed)
+        partitions_by_address = {
+            address: self.assignment.get(address, ()) for address in self.groups
+        }
+        return model.ReplicaAssignments(partitions_by_address)
 
 
 def creation_steps(
@@ -155,10 +157,10 @@ def creation_steps(
     ]
     replaced = data_by_path or {}
     operations = [
-        replace(each, data=replaced[each.path])
-        if isinstance(each, CreateNode) and each.path in replaced
-        else each
-        for each in operations
+        replace(operation, data=replaced[operation.path])
+        if isinstance(operation, CreateNode) and operation.path in replaced
+        else operation
+        for operation in operations
     ]
     params = model.ClusterParams(new.name, new.partition_count).to_bytes()
     root = SetNode(paths.root, params, max(root_version, 0))  # rule 1

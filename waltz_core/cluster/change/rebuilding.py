@@ -1,38 +1,44 @@
 """Rebuilds the metadata of a partition from its replicas, and chooses the replica to trust.
 
-In all other cases, a quorum decides the history. A rebuilding is needed when ZooKeeper has lost its
-data, and when too few replicas of a partition have a trusted log.
+Normally, a quorum of replicas determines the log of a partition. Metadata must be rebuilt only if
+ZooKeeper has lost its data, or if too few replicas of a partition have a trusted log.
 
-A quorum of the replicas has synced every acknowledged record in some session. A storage stores the
-session before it accepts appends in this session, and only with a log that has all earlier records.
-So among the replicas that answer, consider those with the newest session, and of these the one with
-the longest log. This log has all acknowledged records, provided that fewer than a quorum of
-replicas are missing. The reason: of n replicas with a quorum of Q, any n - Q + 1 include one that
-has synced every acknowledged record.
+Among the replicas that answer, the best log is the longest log among the replicas with the newest
+session. If fewer than a quorum of replicas are missing, this log contains all acknowledged records,
+for these reasons:
+    - A quorum of replicas has synced each acknowledged record in some session.
+    - A storage stores a session before it accepts appends in this session, and only if its log
+      contains all earlier records.
+    - Of n replicas with a quorum of Q, any n - Q + 1 replicas include one that has synced the
+      record. Example: of three replicas, any two.
 
-The replicas must be those of the last assignment, which is lost. A copy of an older session may be
-a replica that had fallen behind, or one that remained when the partition moved away. Such a copy
-proves nothing about later sessions. On the other hand, a replica that does not open its log, was
-taken offline or has an empty directory looks like a storage that never had one. Only a copy of the
-newest session was certainly a replica in this session.
+Only the replicas of the last assignment count, but this assignment is lost. A log with an older
+session may belong to a replica that had fallen behind, or may have remained on a storage when the
+partition moved away. Such a log proves nothing about later sessions. Conversely, a storage without
+a readable log may have had a replica: the log cannot be opened, the replica was taken offline, or
+the directory is empty. Only a log of the newest session certainly belonged to a replica in this
+session.
 
 Rules (docs/design/correctness.md 2.4, row 15):
-    1. Nodes that are created for a rebuilding contain no partition that may be opened: its marker
-       states that there was a history, and no replica is engaged.
-    2. One replica is declared engaged, and no other. It is assigned together with a second one, so
-       that no single disk acknowledges appends; the others are added like any new replica.
-    3. A replica that is suspect, or damaged above its mark, is not chosen automatically. If it
-       reports a later session, this session counts nevertheless.
-    4. Only a copy of the newest session counts towards the quorum. This may reject a safe case (one
-       replica behind and another one lost); an operator can decide then.
+    1. No server can open a partition before its log is chosen. Until then, the new nodes contain no
+       engaged replica, and a marker which states that the partition has a history.
+    2. Only the replica with the chosen log is declared engaged. A second replica is assigned
+       together with it, so that no single disk acknowledges appends. The other replicas are added
+       later, like any new replica.
+    3. A replica that is suspect, or damaged above its low-water mark, is not chosen automatically.
+       But if such a replica reports a later session, this session is the newest session.
+    4. Only logs of the newest session count towards the quorum. This may reject a case that is
+       safe, such as one replica that has fallen behind and one that is lost. Then an operator can
+       decide.
     5. Client IDs (both counters) and generations continue above all that were ever allocated, so
-       that no append is mistaken for an old one. They start at the seconds since 2020. The
-       operator's clock may have been set back, so they also start above the greatest ones in the
-       last records of each log. Principals can have requested more issued IDs than that; proofs of
-       these IDs end with their key (`stored_permissions.py`, rule 4).
-    6. ZooKeeper is written before a replica is marked, because a marked replica is trusted. If a
-       command died between the two writes and the old metadata was still in ZooKeeper, a session
-       would count the replica, although it lacks records.
+       that no append is mistaken for an old one. They start at the number of seconds since 2020.
+       Because the operator's clock may have been set back, they also start above the greatest
+       values in the last records of each log. Principals may have requested even more issued IDs.
+       The proofs of these IDs become invalid, because the permissions get a new key
+       (`stored_permissions.py`, rule 4).
+    6. The metadata is written before the replica is marked, because a marked replica is trusted. In
+       the opposite order, a command could die between the two writes. A session with the old
+       metadata would then trust a replica that lacks records.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,14 +62,15 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# No cluster allocates a client ID a second for years, so these are above all allocated ones.
+# Client IDs are allocated more slowly than one per second over years. So the number of seconds
+# since 2020 is above all allocated IDs.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
 # The owner of all partitions in the first assignment: no server ever has this ID.
 NO_SERVER = ServerId(0)
 
 
 class ReportedLog(NamedTuple):
-    """The state that a replica reports after a fence and a sync."""
+    """The state that a replica reports after it was fenced and has synced its log."""
 
     last_session: SessionId
     last_synced_id: TransactionId
@@ -71,7 +78,7 @@ class ReportedLog(NamedTuple):
     is_damaged: bool  # above its low-water mark
 
     def to_json(self) -> dict[str, object]:
-        """Return the log for the output of commands, whose keys do not change."""
+        """Return the log as JSON for the output of commands; the keys never change."""
         return {
             "last_session": self.last_session,
             "synced_max": self.last_synced_id,
@@ -127,7 +134,7 @@ class RebuildDecision:
         return self.members[:2]
 
     def with_log_session(self, session_id: SessionId) -> "RebuildDecision":
-        """Return this decision with a log that is marked in `session_id`."""
+        """Return this decision after its log was marked in `session_id`."""
         return replace(self, log=self.log._replace(last_session=session_id))
 
     def metadata(self, generation: Generation, session_id: SessionId) -> model.PartitionMetadata:
@@ -137,13 +144,16 @@ class RebuildDecision:
 
 
 class RebuildOperations(Protocol):
-    """The writes that make a chosen log the log of its partition; each is durable on return."""
+    """The writes that make a chosen log the log of its partition.
+
+    Each write is durable when the call returns.
+    """
 
     async def write(self, metadata: model.PartitionMetadata) -> None:
-        """Write the partition's metadata, with a marker of the session."""
+        """Write the partition's metadata and its marker, which contains the session."""
 
     async def mark(self) -> None:
-        """Mark the log of the source's replica in the session, which makes it trusted."""
+        """Mark the chosen replica in the session, so that its log is trusted."""
 
     async def assign(self) -> None:
         """Assign the first replicas."""
@@ -167,7 +177,7 @@ def choose_log(
     """Choose the log of a partition from those of the storages that answered.
 
     `unanswered` are storages that did not answer and may have a replica. Raises BadRequest, with a
-    hint, if only those storages may have all records that a quorum has acknowledged.
+    hint, if the logs that answered may lack acknowledged records.
     """
     trusted = {replica: log for replica, log in logs.items() if log.is_trusted}
     untrusted = [*unanswered, *(replica for replica in logs if replica not in trusted)]
@@ -203,7 +213,7 @@ def _choose_members(
 def describe_missing_in_chosen(
     chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]
 ) -> list[str]:
-    """Return a text for each session or transaction range that the chosen log does not have."""
+    """Return a text for each session or transaction range that the chosen log lacks."""
     texts: list[str] = []
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
@@ -226,7 +236,7 @@ def first_id_after_loss(now_s: int) -> int:
 
 
 def first_issued_id_after_loss(ids: int) -> int:
-    """Return the first client ID that servers issue, for the result of `first_id_after_loss`."""
+    """Return the first client ID that servers issue; `ids` is from `first_id_after_loss`."""
     return min(BEFORE_FIRST_ISSUED_ID + ids, model.INT32_MAX)
 
 
@@ -235,8 +245,8 @@ def rebuilding_steps(
 ) -> list[list[Operation]]:
     """Return the writes that create a cluster's nodes for a rebuilding (rules 1 and 5).
 
-    The metadata of every partition names every storage. So each storage serves the logs in its
-    directory, and no others.
+    The metadata of every partition names every storage as a replica, so that each storage serves
+    exactly the logs in its directory.
     """
     partitions = [PartitionId(number) for number in range(new.partition_count)]
     closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
@@ -276,7 +286,7 @@ def rebuilding_steps(
 def is_undecided(
     metadata: model.PartitionMetadata | None, marker: model.PartitionMarker | None
 ) -> bool:
-    """Whether no log was chosen yet for a partition of a cluster that is rebuilt."""
+    """Whether a partition of a rebuilt cluster still waits until its log is chosen."""
     return (
         marker is not None
         and marker.state is model.MarkerState.OPEN

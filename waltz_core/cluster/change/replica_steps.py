@@ -1,16 +1,17 @@
 """Plans changes of a cluster's replicas as a sequence of safe steps.
 
-This module only decides the next step, which is a question of quorums; `storage_changes.py` reads,
-writes and waits.
+This module only decides the next step of a partition. `storage_changes.py` reads the current state,
+writes the steps and waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
-    1. A partition's next step is taken only from an open session that includes the previous one.
+    1. The next step of a partition begins only after its owner has opened a store session with the
+       replicas of the previous step.
     2. A step adds one replica, removes one, or replaces one that is not in sync.
-    3. After each step, a partition has a quorum of replicas in sync, and does not depend on a
-       replica that must copy the log first. Partitions with a single replica are an exception.
-    4. No replica is removed before the added ones are in sync.
-    5. A plan consists only of the wanted placement: after a crash, the plan continues from the
-       actual placement.
+    3. After each step, the replicas that are in sync are a quorum, so that appends never wait for a
+       replica that still copies the log. Partitions with a single replica are an exception.
+    4. No replica is removed before all added replicas are in sync.
+    5. A plan stores only the wanted placement. After a crash, the change therefore continues from
+       the actual placement.
 
 Invariants of a wanted placement:
     1. A partition has its replicas on different storages, and in as many groups as possible.
@@ -62,9 +63,9 @@ class PartitionReplicas(NamedTuple):
             return []
         states = self.metadata.states
         return [
-            each
-            for each in self.assigned
-            if each in states and states[each] == (self.metadata.session_id, UNRESOLVED)
+            replica
+            for replica in self.assigned
+            if replica in states and states[replica] == (self.metadata.session_id, UNRESOLVED)
         ]
 
     @property
@@ -81,8 +82,8 @@ class ReplicaStep(NamedTuple):
     after: tuple[ReplicaId, ...]
 
     def __str__(self) -> str:
-        added = [f"+{each}" for each in self.after if each not in self.before]
-        removed = [f"-{each}" for each in self.before if each not in self.after]
+        added = [f"+{replica}" for replica in self.after if replica not in self.before]
+        removed = [f"-{replica}" for replica in self.before if replica not in self.after]
         return f"partition {self.partition_id}: {' '.join(added + removed)}"
 
 
@@ -99,18 +100,19 @@ class PostponedStep(NamedTuple):
 def next_step(
     partition_id: PartitionId, current: PartitionReplicas, plan: ReplicaPlan
 ) -> ReplicaStep | PostponedStep | None:
-    """Return a partition's next step, or the reason to wait; None if the placement is reached."""
+    """Return a partition's next step, or the reason to wait; None if the plan is completed."""
     wanted = plan.wanted[partition_id]
     if not wanted:
         raise errors.BadRequest(
             f"partition {partition_id} is not changed, because it would have no replica afterwards"
         )
-    leaving = [each for each in current.assigned if each not in wanted]
-    missing = [each for each in wanted if each not in current.assigned]
+    leaving = [replica for replica in current.assigned if replica not in wanted]
+    missing = [replica for replica in wanted if replica not in current.assigned]
     if not current.assigned:
         return ReplicaStep(partition_id, (), tuple(wanted))
     if not current.was_ever_opened:
-        # Without a history, no replica must be in sync: overlapping quorums are sufficient.
+        # The partition has no records yet, so no replica has to copy any. It is sufficient that the
+        # old and the new quorums overlap.
         return _step_without_history(partition_id, current, missing, leaving)
     reason = _session_wait_reason(current) or _sync_wait_reason(current, plan.joining[partition_id])
     if reason is not None:
@@ -129,11 +131,11 @@ def apply_steps(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> Repl
     """
     partitions = {name: list(numbers) for name, numbers in old.partitions.items()}
     for partition_id, before, after in changes:
-        found = old.replicas_of(partition_id)
-        if set(found) != set(before):
+        current = old.replicas_of(partition_id)
+        if set(current) != set(before):
             raise errors.CoordinatorConflict(
                 f"another command has changed partition {partition_id} meanwhile: expected "
-                f"the replicas {_join_names(before)}, found {_join_names(found)}"
+                f"the replicas {_join_names(before)}, found {_join_names(current)}"
             )
         for name in before:
             if name not in after:
@@ -183,15 +185,15 @@ def _session_wait_reason(current: PartitionReplicas) -> str | None:
 def _engaged_replicas(current: PartitionReplicas) -> list[ReplicaId]:
     assert current.metadata is not None
     states = current.metadata.states.items()
-    return [each for each, state in states if state.closing_high_water_mark == UNRESOLVED]
+    return [replica for replica, state in states if state.closing_high_water_mark == UNRESOLVED]
 
 
 def _sync_wait_reason(current: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
     """Return the reason to wait for a replica in sync (rule 4); None if there is none."""
     copying = [
-        each
-        for each in current.assigned
-        if each in joining and each not in current.in_sync_replicas
+        replica
+        for replica in current.assigned
+        if replica in joining and replica not in current.in_sync_replicas
     ]
     return f"replica {_join_names(copying)} copies the log" if copying else None
 
@@ -202,7 +204,7 @@ def _step_adding_replica(
     added: ReplicaId,
     leaving: list[ReplicaId],
 ) -> ReplicaStep | PostponedStep:
-    out_of_sync = [each for each in leaving if each not in current.in_sync_replicas]
+    out_of_sync = [replica for replica in leaving if replica not in current.in_sync_replicas]
     if out_of_sync:  # The quorum keeps its size, so appends do not wait for the copy.
         after = (*_without_replica(current.assigned, out_of_sync[0]), added)
         return _step_or_postponed(partition_id, current, after, len(current.in_sync_replicas))
@@ -215,13 +217,13 @@ def _step_adding_replica(
 def _step_removing_replica(
     partition_id: PartitionId, current: PartitionReplicas, leaving: list[ReplicaId]
 ) -> ReplicaStep | PostponedStep:
-    out_of_sync = [each for each in leaving if each not in current.in_sync_replicas]
+    out_of_sync = [replica for replica in leaving if replica not in current.in_sync_replicas]
     after = _without_replica(current.assigned, (out_of_sync or leaving)[0])
     return _step_or_postponed(
         partition_id,
         current,
         after,
-        len([each for each in current.in_sync_replicas if each in after]),
+        len([replica for replica in current.in_sync_replicas if replica in after]),
     )
 
 
@@ -235,7 +237,9 @@ def _step_or_postponed(
     quorum = len(after) // 2 + 1
     if in_sync_count >= quorum:
         return ReplicaStep(partition_id, current.assigned, after)
-    out_of_sync = [each for each in current.assigned if each not in current.in_sync_replicas]
+    out_of_sync = [
+        replica for replica in current.assigned if replica not in current.in_sync_replicas
+    ]
     return PostponedStep(
         partition_id,
         f"replica {_join_names(out_of_sync)} is not in sync; after the change, appends would need "
@@ -245,7 +249,7 @@ def _step_or_postponed(
 
 
 def _without_replica(replicas: tuple[ReplicaId, ...], removed: ReplicaId) -> tuple[ReplicaId, ...]:
-    return tuple(each for each in replicas if each != removed)
+    return tuple(replica for replica in replicas if replica != removed)
 
 
 def _join_names(replicas: Iterable[ReplicaId]) -> str:
@@ -270,7 +274,7 @@ class _PlacementBuilder:
                 self.replica_counts[replica] = self.replica_counts.get(replica, 0) + 1
 
     def group_count(self, replicas: Iterable[ReplicaId]) -> int:
-        return len({self.groups.get(each) for each in replicas})
+        return len({self.groups.get(replica) for replica in replicas})
 
     def move(self, partition_id: PartitionId, old: ReplicaId | None, new: ReplicaId | None) -> None:
         if old is not None:
@@ -284,13 +288,17 @@ class _PlacementBuilder:
         self, replicas: Collection[ReplicaId], excluded: Collection[ReplicaId]
     ) -> ReplicaId | None:
         """Return the best storage for one more replica: in another group, with few replicas."""
-        candidates = [each for each in self.groups if each not in replicas and each not in excluded]
+        candidates = [
+            storage
+            for storage in self.groups
+            if storage not in replicas and storage not in excluded
+        ]
         group_count = self.group_count(replicas)
         return min(
             candidates,
-            key=lambda each: (
-                -self.group_count([*replicas, each]) + group_count,
-                self.replica_counts[each],
+            key=lambda storage: (
+                -self.group_count([*replicas, storage]) + group_count,
+                self.replica_counts[storage],
             ),
             default=None,
         )
@@ -317,7 +325,7 @@ def placement_without_storage(
     current: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement without a storage; raises BadRequest if a replica has no other place."""
-    usual = _usual_replica_count(current)
+    usual_count = _usual_replica_count(current)
     builder = _PlacementBuilder(
         groups, {each: list(replicas) for each, replicas in current.items()}
     )
@@ -326,7 +334,9 @@ def placement_without_storage(
         if address not in replicas:
             continue
         others = [each for each in replicas if each != address]
-        if len(others) >= usual:  # The replica has a successor: this completes an earlier move.
+        if (
+            len(others) >= usual_count
+        ):  # another storage has the copy: this completes an earlier move
             moved[partition_id] = tuple(others)
             continue
         storage = builder.best_storage_for(others, [address])
@@ -346,26 +356,26 @@ def placement_with_replacement(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which storage `new` has taken over the replicas of storage `old`.
 
-    If both storages have a replica and the partition has one more than usual, the change completes
-    an earlier move. Raises BadRequest if the partition does not have one more: the change would
-    only remove a replica.
+    If both storages have a replica, and the partition has more replicas than usual, the change
+    completes an earlier move. Raises BadRequest if it does not have more replicas than usual: the
+    change would only remove a replica.
     """
-    usual = _usual_replica_count(current)
+    usual_count = _usual_replica_count(current)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
     for partition_id in partitions:
         replicas = current[partition_id]
         if old not in replicas:
             continue
-        if new in replicas and len(replicas) <= usual:
+        if new in replicas and len(replicas) <= usual_count:
             raise errors.BadRequest(
                 f"nothing was changed: storage {new} already has a replica of partition "
                 f"{partition_id}, so the partition would be left with {len(replicas) - 1} "
-                f"replicas instead of the usual {usual}. Hint: choose another storage, or "
+                f"replicas instead of the usual {usual_count}. Hint: choose another storage, or "
                 f"remove the replica on purpose (`cluster remove-replica {partition_id} "
                 f"{old}`)."
             )
         wanted[partition_id] = tuple(
-            dict.fromkeys(new if each == old else each for each in replicas)
+            dict.fromkeys(new if replica == old else replica for replica in replicas)
         )
     return wanted
 
@@ -374,11 +384,11 @@ def placement_with_missing_replicas(
     current: Placement, address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which a storage gets a replica of each partition that lacks one."""
-    usual = _usual_replica_count(current)
+    usual_count = _usual_replica_count(current)
     return {
         partition_id: (*replicas, address)
         for partition_id, replicas in current.items()
-        if address not in replicas and len(replicas) < usual
+        if address not in replicas and len(replicas) < usual_count
     }
 
 
@@ -401,13 +411,15 @@ def spread_replicas(
         _spread_over_groups(builder, partition_id)
     while _move_one_replica(builder):
         pass
-    return {each: tuple(replicas) for each, replicas in builder.replicas.items()}
+    return {
+        placed_partition: tuple(replicas) for placed_partition, replicas in builder.replicas.items()
+    }
 
 
 def fill_up_replicas(
     current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which each partition has its number of replicas; others do not move.
+    """Return the placement with added replicas, so that each partition has its number of them.
 
     Raises BadRequest if there are too few storages.
     """
@@ -422,17 +434,17 @@ def fill_up_replicas(
 def _fill_up_placement(
     current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None
 ) -> _PlacementBuilder:
-    usual = replica_count or len(set(groups.values()))
-    if not 1 <= usual <= len(groups):
+    usual_count = replica_count or len(set(groups.values()))
+    if not 1 <= usual_count <= len(groups):
         raise errors.BadRequest(
             f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
-            f"{usual}"
+            f"{usual_count}"
         )
     builder = _PlacementBuilder(
         groups, {number: list(replicas) for number, replicas in current.items()}
     )
     for partition_id, replicas in builder.replicas.items():
-        count = replica_count or len(replicas) or usual
+        count = replica_count or len(replicas) or usual_count
         while len(replicas) < count:
             storage = builder.best_storage_for(replicas, ())
             assert storage is not None
@@ -446,7 +458,7 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
     replicas = builder.replicas[partition_id]
     while True:
         removed = builder.replica_to_remove(replicas)
-        others = [each for each in replicas if each != removed]
+        others = [replica for replica in replicas if replica != removed]
         storage = builder.best_storage_for(others, [removed])
         if storage is None:
             return
@@ -457,7 +469,7 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
 
 def _move_one_replica(builder: _PlacementBuilder) -> bool:
     """Move one replica to a storage with at least two fewer; return False if none can move."""
-    storages = sorted(builder.groups, key=lambda each: builder.replica_counts[each])
+    storages = sorted(builder.groups, key=lambda replica: builder.replica_counts[replica])
     for source in reversed(storages):
         for target in storages:
             if builder.replica_counts[source] - builder.replica_counts[target] < 2:
@@ -465,7 +477,7 @@ def _move_one_replica(builder: _PlacementBuilder) -> bool:
             for partition_id, replicas in builder.replicas.items():
                 if source not in replicas or target in replicas:
                     continue
-                after = [target if each == source else each for each in replicas]
+                after = [target if replica == source else replica for replica in replicas]
                 if builder.group_count(after) >= builder.group_count(replicas):
                     builder.move(partition_id, source, target)
                     return True
@@ -480,7 +492,7 @@ def partitions_in_too_few_groups(
     return [
         partition_id
         for partition_id, replicas in current.items()
-        if len({groups.get(each) for each in replicas}) < min(len(replicas), group_count)
+        if len({groups.get(replica) for replica in replicas}) < min(len(replicas), group_count)
     ]
 
 

@@ -1,17 +1,20 @@
 """The nodes of a cluster that is restored from a backup, as a pure function.
 
 Rules (docs/decisions/055):
-    1. A partition is new, and its marker has an archived mark: its log begins after that mark
-       (`session_recovery.py`, rule 4). No server claims it before the root's data is written.
-    2. Client IDs, generations and sessions continue above all that were ever allocated, even after
-       the backup (`rebuilding.py`, rule 5). So no append, owner or batch is mistaken for an old
-       one.
-    3. A write that began after the restored end of a partition begins at that end. If a partition
-       ends before the backup's mark, no write counts as done: a repetition finds its rows in the
-       log, and appends the missing rows. A write that is being removed is still being removed.
-    4. The permissions are those of the backup, with their revision: daemons of a restored cluster
-       start with this revision. The permissions have a new key for proofs of client IDs: IDs that
-       were issued after the backup have proofs of the earlier key, and may be issued again.
+    1. The marker of a restored partition has state "new" and contains an archived mark. The log
+       begins after this mark (`session_recovery.py`, rule 4). No server can claim the partition
+       before the root's data is written.
+    2. Client IDs, generations and sessions continue above all values that were ever allocated, even
+       those allocated after the backup (`rebuilding.py`, rule 5). So no append, owner or batch is
+       mistaken for an old one.
+    3. If an exactly-once write began after the restored end of a partition, its starting mark is
+       moved back to this end. If any partition ends before the backup's mark, rows of finished
+       writes may be missing. Then no write is recorded as done: when Spark repeats a write, it
+       finds the stored rows in the log and appends only the missing rows. A write that was being
+       removed at the backup stays in this state.
+    4. The permissions and their revision are those of the backup, but the key for proofs of client
+       IDs is new. Reason: client IDs that were issued after the backup may be issued again, and
+       their proofs with the earlier key must not be valid.
 """
 
 from collections.abc import Mapping
@@ -51,7 +54,7 @@ class RestoredCluster:
 
 
 def next_session_id(backup: Backup, partition_id: PartitionId, ids: int) -> SessionId:
-    """Return the session of a restored partition in its first metadata (rule 2)."""
+    """Return the session ID for the first metadata of a restored partition (rule 2)."""
     return SessionId(max(backup.partitions[partition_id].session_id + 1, ids))
 
 
@@ -62,9 +65,10 @@ def restored_cluster(
     ids: int,
     client_key: bytes,
 ) -> RestoredCluster:
-    """Return the cluster of a backup up to these ends; `ids` is that of a rebuilding (rule 2).
+    """Return the state of a cluster that is restored from a backup up to these ends.
 
-    `client_key` is a new key for proofs of client IDs (rule 4).
+    `ids` is the first client ID and generation after a loss (rule 2). `client_key` is a new key for
+    proofs of client IDs (rule 4).
     """
     partitions = tuple(
         RestoredPartition(
@@ -98,13 +102,13 @@ def _restored_write(
 ) -> WriteWithTasks:
     """Return a write of the backup as it is in the restored cluster (rule 3)."""
     state = write.state
-    capped = {
+    capped_marks = {
         number: min(mark, marks.get(PartitionId(number), mark))
         for number, mark in state.marks.items()
     }
     is_removed = state.summary == {}
     summary = state.summary if is_whole or is_removed else None
-    return write._replace(state=replace(state, marks=capped, summary=summary))
+    return write._replace(state=replace(state, marks=capped_marks, summary=summary))
 
 
 def restoring_steps(

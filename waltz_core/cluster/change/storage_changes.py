@@ -1,10 +1,11 @@
 """The storages of a cluster and their partitions, and the execution of changes.
 
-Three nodes describe the storages and must always agree. A change of replicas has many steps; each
-step may be taken only when the cluster has completed the previous one.
+Three nodes describe the storages: the assignment, the groups and the admin ports. These nodes must
+always agree. A change of replicas has many steps, and each step begins only after the cluster has
+completed the previous step.
 
 Rules:
-    1. Assignment, groups and admin ports are read as one and change in one write.
+    1. Assignment, groups and admin ports are read together and change in one write.
     2. `replica_steps.py` decides the next step from the current state of ZooKeeper; after each
        write, the state is read again.
     3. The number of partitions that change at a time is limited, so that their copies do not
@@ -127,8 +128,8 @@ class StorageChanges:
     ) -> StorageLayout:
         """Replace the layout by the result of `change`; return the new layout.
 
-        After a concurrent write, `change` is called again. Raises BadRequest for a step that
-        changes too much at once.
+        After a concurrent write, `change` is called again. Raises BadRequest if `change` replaces
+        too many replicas of a partition at once.
         """
         params = await self._nodes.read(self._paths.root, model.ClusterParams.from_bytes)
         for _ in range(WRITE_ATTEMPTS_MAX):
@@ -201,8 +202,8 @@ class StorageChanges:
     ) -> None:
         """Change replicas step by step until every partition has its wanted replicas.
 
-        Raises BadRequest if that is impossible. If another command changes the same partitions, its
-        changes count like steps of this plan.
+        Raises BadRequest if the plan cannot be completed. If another command changes the same
+        partitions meanwhile, the plan continues from their new state.
         """
         unfinished = list(plan.wanted)
         failure: list[errors.WaltzError] = []
@@ -232,12 +233,12 @@ class StorageChanges:
             assignment = await self._nodes.read(
                 self._paths.replica_assignment, model.ReplicaAssignments.from_bytes, signal
             )
-            now = await self.read_replicas(
+            current_replicas = await self.read_replicas(
                 assignment, unfinished[:CONCURRENT_PARTITIONS_MAX], signal
             )
             steps = {
                 each: replica_steps.next_step(each, replicas, plan)
-                for each, replicas in now.items()
+                for each, replicas in current_replicas.items()
             }
             for partition_id in [each for each, step in steps.items() if step is None]:
                 unfinished.remove(partition_id)
@@ -263,7 +264,7 @@ class StorageChanges:
         )
 
     async def _read_with_versions(self) -> tuple[StorageLayout, list[SetNode]]:
-        """Read the layout, and for each of its nodes a write with the same data and its version."""
+        """Read the layout; return it, and a write of the same data and version for each node."""
         steps: list[SetNode] = []
 
         async def read(path: str, decode: Callable[[bytes], T]) -> T:
@@ -283,4 +284,4 @@ def _check_port(admin_port: int) -> None:
 
 
 def _without_key(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:
-    return {each: value for each, value in values.items() if each != address}
+    return {key: value for key, value in values.items() if key != address}

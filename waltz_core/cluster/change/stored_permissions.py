@@ -3,14 +3,15 @@
 Rules:
     1. Each change is one compare-and-set with the next revision, its author and its time. After a
        concurrent change, it is computed again from the new permissions.
-    2. A write with unknown outcome is done if the node has exactly its bytes, and not done if the
-       node is at the version before it. Otherwise the caller gets the error.
-    3. Another user of ZooKeeper may have created this node, or that of the audit log, before. So
-       the first permissions and replaced ones also set the access lists of both nodes, before they
-       are read.
-    4. Permissions that are written where there are none get a new key for proofs of client IDs. The
-       counter of IDs may have begun again below IDs that have a proof of the earlier key
-       (`rebuilding.py`, rule 5).
+    2. If the outcome of a write is unknown, the node is read again. If the node contains exactly
+       the written bytes, the write has succeeded. If the node still has the version from before the
+       write, the write has failed. Otherwise the caller gets the error.
+    3. Another user of ZooKeeper may have created this node or the node of the audit log earlier,
+       with access for itself. Therefore `create` and `replace` first set the access lists of both
+       nodes, and only then read the nodes.
+    4. The first permissions of a cluster get a new key for proofs of client IDs. Reason: after a
+       rebuilding, the counter of client IDs may start below IDs that have been issued
+       (`rebuilding.py`, rule 5). The proofs of these IDs must not be valid any more.
 """
 
 import dataclasses
@@ -107,11 +108,11 @@ class StoredPermissions:
         *,
         new_key: bytes,
     ) -> PermissionsChange:
-        """Write permissions from a file, even if the cluster has none, or has unreadable ones.
+        """Write permissions from a file, even if the cluster's are missing or unreadable.
 
-        The new revision is above those of the file and of the node. `check` receives the
-        permissions before (if they can be read) and after, and may raise an error. `new_key` is for
-        rule 4.
+        The new revision is above the revisions of the file and of the node. `check` receives the
+        old permissions, if they can be read, and the new ones, and may raise an error. `new_key` is
+        for rule 4.
         """
         await self._reset_access_lists()
         first = dataclasses.replace(permissions, client_key=new_key)
@@ -132,7 +133,7 @@ class StoredPermissions:
         raise self._conflict_error()
 
     async def was_revision_published(self) -> bool:
-        """Whether a daemon has ever published the revision that it uses."""
+        """Whether any daemon has ever published its applied revision."""
         return await self._znodes.get(self._nodes.paths.applied_revisions) is not None
 
     async def _reset_access_lists(self) -> None:

@@ -1,10 +1,11 @@
 """The revision of the permissions that each daemon uses (decision 048, AC 6).
 
 Rules:
-    1. A daemon publishes the revision in use in its ephemeral node `R/x/applied/NAME`, again in
-       each of its sessions. A daemon without access control publishes no revision.
+    1. A daemon publishes the revision that it uses in its ephemeral node `R/x/applied/NAME`. In
+       each new session with ZooKeeper, it publishes the revision again. A daemon without access
+       control publishes no revision.
     2. NAME is `server-ID` or `storage-HOST:PORT`, so a server and a storage never have the same
-       name; an address has no "/". Each process of a server has a new ID.
+       name. An address contains no "/". A restarted server has a new ID.
 """
 
 from typing import Final
@@ -55,7 +56,7 @@ def decode_applied_revision(data: bytes) -> int:
 
 
 class AppliedRevisions:
-    """Publishes the permissions revision of one daemon, and reads those of all (rule 1)."""
+    """Publishes the applied revision of one daemon, and reads the revisions of all (rule 1)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
@@ -94,7 +95,7 @@ class AppliedRevisions:
                 self._published = target
 
     async def read(self) -> dict[str, int]:
-        """Return the revision of each NAME; revisions that cannot be decoded are left out."""
+        """Return the revision of each NAME; nodes that cannot be decoded are left out."""
         paths = self._nodes.paths
         await self._nodes.znodes.sync()
         listing = await self._nodes.znodes.children(paths.applied_revisions)

@@ -1,16 +1,18 @@
 """Assigns partitions to servers and replicas to storages.
 
-The leader decides for all servers. Any other server may become the leader at any moment, so the
-result depends only on the state of ZooKeeper.
+The leader decides for all servers. Because any other server may become the leader at any moment, a
+decision depends only on the state in ZooKeeper.
 
 Invariants of `assign_partitions`:
     1. Every partition has exactly one owner.
     2. A generation rises by one exactly when a partition goes to a server that did not own it.
-    3. Without preferences no two servers' counts differ by more than one.
-    4. A server that may keep a partition keeps it: no partition moves without need.
-    5. With `keeps_owners` (balance by load) servers keep all their partitions, any number, except
-       those that another server prefers; the other partitions go to the servers with the fewest.
-       When a server is new, all partitions are assigned by count, and invariant 3 holds again.
+    3. Without preferences, the numbers of partitions of any two servers differ by at most one.
+    4. No partition moves without need: a server keeps its partitions if no preference and no other
+       invariant prevents this.
+    5. With `keeps_owners` (balance by load), invariant 3 does not hold: a server keeps all its
+       partitions except those that another server prefers. Partitions without an owner go to the
+       servers with the fewest partitions. But if a server is new, all partitions are assigned as
+       without `keeps_owners`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +39,7 @@ def is_assignment_current(
 ) -> bool:
     """Whether an assignment was written for exactly these servers and all partitions.
 
-    `cversion` is the child version of the assignment's own node (docs/zookeeper.md, rule 2 of
+    `cversion` is the current child version of the assignment's node (docs/zookeeper.md, rule 2 of
     "Membership and assignment").
     """
     return (
@@ -58,9 +60,15 @@ def assign_partitions(
 ) -> PartitionAssignment:
     """Return the assignment for the live servers.
 
-    Preferred partitions are assigned first, to the lowest server ID that prefers them, even beyond
-    its share. Then each server keeps its partitions up to its share. Then the other partitions are
-    assigned in order of IDs. Raises BadRequest if the cluster would lose partitions.
+    The share of a server is the number of partitions divided by the number of servers. The
+    partitions are assigned in this order:
+
+        1. Each preferred partition goes to the lowest server ID that prefers it, even beyond its
+           share.
+        2. Each server keeps its other partitions, up to its share.
+        3. The remaining partitions are assigned in order of their IDs.
+
+    Raises BadRequest if the cluster would lose partitions.
     """
     assert servers
     if partition_count < old.partition_count:
@@ -91,10 +99,12 @@ def hand_over_partition(
 ) -> PartitionAssignment | None:
     """Return the assignment in which the owner hands over one partition to the next server.
 
-    Each partition has its own ring of the servers. So a partition visits all servers before it
-    returns, and the partitions of one owner go to different servers. A choice by count would not do
-    this: a server that has just handed over all its partitions has the fewest, and would get them
-    back. The result is None if there is no other server, or if the partition has another owner now.
+    Each partition has its own cyclic order of the servers, and goes to the server after its owner.
+    So the partition visits all servers before it returns to the first one, and the partitions of
+    one owner go to different servers. The server with the fewest partitions would be a bad choice:
+    a server that has just handed over all its partitions would get them back.
+
+    Returns None if there is no other server, or if the partition has another owner now.
     """
     if old.servers.get(owner, {}).get(partition_id) != generation:
         return None
@@ -110,7 +120,7 @@ def move_partitions(
 ) -> PartitionAssignment:
     """Return the assignment for the same servers after these moves of partitions.
 
-    A server that is not in the old assignment has owned no partitions.
+    The target of a move may be a server that is not in the old assignment.
     """
     owned = {server_id: dict(generations) for server_id, generations in old.servers.items()}
     for source, generations in old.servers.items():
@@ -165,12 +175,12 @@ class _AssignmentBuilder:
                 self._assign(server_id, partition_id)
 
     def keep_up_to_share(self, server_id: ServerId) -> None:
-        kept = [
+        candidates = [
             partition_id
             for partition_id in sorted(self.free)
             if self._owner.get(partition_id) == server_id
         ]
-        self._assign_up_to_share(server_id, kept)
+        self._assign_up_to_share(server_id, candidates)
 
     def keep_current_owners(self) -> None:
         for partition_id in sorted(self.free):
@@ -197,8 +207,9 @@ class _AssignmentBuilder:
         if self._owner.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)
         self.owned[server_id][partition_id] = generation
-        # A partition over the share reduces the number of spare partitions. This number may become
-        # negative if preferences exceed a share; the other servers then stay below their share.
+        # The spare partitions are the remainder of the division: each may go to a server beyond its
+        # share. The number becomes negative if a server prefers many more partitions than its
+        # share; then other servers stay below their share.
         if len(self.owned[server_id]) > self._share:
             self._spare -= 1
 

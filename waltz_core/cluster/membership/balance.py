@@ -1,22 +1,26 @@
 """Plans moves of partitions between servers, so that all servers have about the same load.
 
-A move pauses every client of the partition, so a move must be worth this cost.
+A move pauses every client of the partition, so partitions move only if the gain is worth this.
 
 Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
-    2. Partitions move from one server to the least loaded one, and only for a gain, which is the
-       decrease of the greater of the two loads. A rebalancing begins when, for `sustained_ms`, the
-       load of the source is a quarter above the servers' average, and the gain is an eighth of that
-       average. So noise, or a load that has just begun, does not begin it. For `rebalancing_ms`
-       after that, a gain of a twentieth is sufficient, so that a rebalancing that has begun is
-       completed. Each move makes two servers more even, so with constant loads the moves end.
+    2. Partitions move from a loaded server, the source, to the least loaded server, the target. The
+       gain of a move is the decrease of the greater of their two loads.
+       - A rebalancing begins only if the load of the source is more than a quarter above the
+         servers' average, and the gain is at least an eighth of this average. Both must hold for
+         `sustained_ms`, so that noise and short peaks are ignored.
+       - For `rebalancing_ms` after that, a gain of a twentieth is sufficient, so that the
+         rebalancing is completed.
+       - Each move makes the loads of two servers more even. So with constant loads, the moves end.
     3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
        one time.
-    4. A nearly idle partition counts as `IDLE_LOAD`: idle partitions are spread by count.
-    5. No partition is left without an owner: a plan names the target, for partitions with an owner.
-    6. A server is a source only after it was overloaded for `sustained_ms`, also during a
-       rebalancing. Servers publish one after the other: when all were paused and continue, one of
-       them seems busy before the others do.
+    4. `IDLE_LOAD` is added to the load of each partition, so that idle partitions are spread by
+       count.
+    5. No partition is left without an owner: a plan moves only partitions that have an owner, and
+       names the next owner.
+    6. Even during a rebalancing, a server is a source only after it was overloaded for
+       `sustained_ms`. Reason: servers publish their loads one after the other. When all servers
+       continue after a pause, the first one to publish seems overloaded for a moment.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,8 +29,8 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.record import PartitionId, ServerId
 
-# A load of 1 is about one KiB of appended data a second (server/process/partition_cost.py); up to
-# ten count as idle.
+# A load of 1 is about one KiB of appended data per second (server/process/partition_cost.py). A
+# partition with a load below 10 is nearly idle.
 IDLE_LOAD: Final = 10.0
 
 
@@ -66,7 +70,7 @@ class Balancer:
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 
     def reset_history(self) -> None:
-        """Reset the history: loads were not observed, so no imbalance lasted (rules 2 and 6)."""
+        """Reset the history after a gap in the observed loads (rules 2 and 6)."""
         self._uneven_since_ms = None
         self._overloaded_since_ms = {}
 
@@ -80,9 +84,9 @@ class Balancer:
     ) -> dict[PartitionId, ServerId]:
         """Return the moves to make now: partition and target server.
 
-        `servers` are the servers with known loads: other servers are neither sources nor targets.
-        `preferred` are the partitions that any server prefers. A partition without a load does not
-        move.
+        `servers` are the servers with known loads; all other servers are neither sources nor
+        targets. `preferred` are the partitions that any server prefers. A partition without a known
+        load does not move.
         """
         self._forget_old_moves(now_ms)
         pinned = {*preferred, *self._moved_ms}
@@ -105,10 +109,13 @@ class Balancer:
         if not is_rebalancing:
             return {}
         before_ms = now_ms - self._limits.sustained_ms
-        ready = {each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms}
-        # The moves are planned again: no move may depend on another move that is not ready.
+        ready_sources = {
+            each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms
+        }
+        # The moves are planned again with the ready sources only (rule 6), because a move of the
+        # first plan may depend on a move from another source.
         return self._compute_moves(
-            server_loads, {each for each in movable if owners[each] in ready}
+            server_loads, {each for each in movable if owners[each] in ready_sources}
         )
 
     def _compute_moves(
@@ -120,10 +127,10 @@ class Balancer:
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
-            best = _best_move(server_loads, movable, self._limits.gain_min_to_continue)
-            if best is None:
+            best_move = _best_move(server_loads, movable, self._limits.gain_min_to_continue)
+            if best_move is None:
                 break
-            source, move = best
+            source, move = best_move
             for partition_id in move.partitions[: self._limits.moves_max - len(moves)]:
                 moves[partition_id] = move.target
                 server_loads[move.target][partition_id] = server_loads[source].pop(partition_id)
@@ -146,10 +153,10 @@ class Balancer:
     ) -> bool:
         """Whether a rebalancing is in progress; a lasting imbalance begins one (rule 2)."""
         limits = self._limits
-        best = _best_move(
+        best_move = _best_move(
             server_loads, movable, limits.gain_min_to_begin, limits.excess_min_to_begin
         )
-        if best is None:
+        if best_move is None:
             self._uneven_since_ms = None
         elif self._uneven_since_ms is None:
             self._uneven_since_ms = now_ms
@@ -196,18 +203,27 @@ def _move_between(
     target_load: float,
     target: ServerId,
 ) -> _BalanceMove:
-    """Return the move that makes two servers most even: partitions within half the gap, or one."""
+    """Return the move that makes the loads of two servers most even.
+
+    It moves several partitions whose total load is at most half of the difference, or one
+    partition.
+    """
     capacity = (source_load - target_load) / 2
     moved_partitions: list[PartitionId] = []
     moved = 0.0
-    best = _BalanceMove(0.0, (), target)
+    best_move = _BalanceMove(0.0, (), target)
     for partition_id in sorted(partition_loads, key=lambda each: (-partition_loads[each], each)):
         load = partition_loads[partition_id]
         single_gain = source_load - max(source_load - load, target_load + load)
-        if single_gain > best.gain:
-            best = _BalanceMove(single_gain, (partition_id,), target)
+        if single_gain > best_move.gain:
+            best_move = _BalanceMove(single_gain, (partition_id,), target)
         if moved + load <= capacity:
             moved_partitions.append(partition_id)
             moved += load
-    # Within half the gap, the source keeps the greater load, so the whole moved load is gain.
-    return best if best.gain >= moved else _BalanceMove(moved, tuple(moved_partitions), target)
+    # The source keeps the greater load if at most half of the difference moves. Then the gain is
+    # the whole moved load.
+    return (
+        best_move
+        if best_move.gain >= moved
+        else _BalanceMove(moved, tuple(moved_partitions), target)
+    )

@@ -1,6 +1,7 @@
-"""The client IDs that servers issue, counted in `R/x/client` from `FIRST_ISSUED_ID` on (AC 9).
+"""Allocates the client IDs that servers issue (decision 048, AC 9).
 
-An ID is allocated once. IDs that a write with unknown outcome may have allocated are skipped.
+The node `R/x/client` counts the IDs, from `FIRST_ISSUED_ID` on. No ID is allocated twice: if the
+outcome of a write is unknown, the IDs that it may have allocated are skipped.
 """
 
 from contextlib import suppress

@@ -1,16 +1,16 @@
 """Measures, publishes and evaluates the load of each partition.
 
-The leader decides from loads that other servers measured some seconds ago, for partitions that may
-have moved since.
+The loads that the leader uses are some seconds old, and the partitions may have moved meanwhile.
 
 Rules:
-    1. A load is a mean over the last `window_ms`, with exponentially decreasing weight of older
-       samples. The load is correct from the first sample on, only less certain: time without
-       samples has no weight, and does not count as zero.
+    1. A load is the mean of the samples of about the last `window_ms`, with exponentially
+       decreasing weights. The time before the first sample has no weight: it does not count as a
+       load of zero. So the first loads of a partition are already usable, but less exact.
     2. A server publishes its loads in its ephemeral node `R/x/load/ID`. No other process writes
        this node, and Waltz 0.13 neither writes nor reads such nodes.
-    3. A load is used when it was measured for a whole window. Until then, a partition that has just
-       moved keeps its previous load: otherwise its new server would seem idle, and would get more.
+    3. The leader uses a load only after it was measured for a whole window. Until then, a partition
+       that has just moved keeps its previous load. Otherwise its new server would seem idle, and
+       would get more partitions.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -116,7 +116,7 @@ def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
     """Decode the node's bytes.
 
     Raises:
-        BadFormat: `encode_loads` does not make these bytes.
+        BadFormat: the bytes are not those of a load node.
     """
     try:
         values = strict_json.from_json(data)

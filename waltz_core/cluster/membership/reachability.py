@@ -1,21 +1,23 @@
-"""The servers that other servers can connect to, and the servers that may therefore own partitions.
+"""Determines which servers may own partitions: those to which other servers can connect.
 
-The servers that connect (`server/process/failure_detector.py`), the leader that assigns partitions
-(`registration.py`) and the doctor share these rules (decision 027).
+Three components use this module (decision 027): each server, which tries to connect to the others
+(`server/process/failure_detector.py`); the leader, which assigns partitions (`registration.py`);
+and the doctor.
 
 Rules:
     1. Each server publishes in the ephemeral node `R/x/reach/ID` which other servers it has
-       connected to. While the server has an open partition, it is a witness, because its network
-       and its TLS settings work. A witness also publishes which servers it cannot connect to.
-       Waltz 0.13 neither writes nor reads these nodes.
-    2. A server counts as unreachable for a witness after `FAILURES_MIN` failed attempts in a row
-       over `FAILING_MS`, and as reachable again once a connection has lasted for `STABLE_MS`.
-    3. A server that no witness can connect to owns no partitions. Exception: another server that
-       may own partitions has connected to it. The exception is needed because a server that is cut
-       off may be the first witness after all storages restart.
+       connected to. A server with an open partition is a *witness*: the open partition proves that
+       its network and its TLS settings work. A witness also publishes which servers it cannot
+       connect to. Waltz 0.13 neither writes nor reads these nodes.
+    2. A server is unreachable for a witness after `FAILURES_MIN` failed attempts in a row, over at
+       least `FAILING_MS`. It is reachable again after a connection has lasted for `STABLE_MS`.
+    3. A server to which no witness can connect owns no partitions. Exception: another server in the
+       current assignment has connected to it. The exception prevents the following: after a restart
+       of all storages, the first witness is a server that is cut off from the others, and excludes
+       them all.
     4. A server that is new owns no partitions before a witness has connected to it.
-    5. Without another witness, every server may own partitions. If no server may own partitions by
-       these rules, all servers may.
+    5. If no other server is a witness, rules 3 and 4 do not exclude a server. If these rules
+       exclude all servers, all servers may own partitions.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -37,7 +39,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class ReachReport:
-    """The report that one server publishes; `unreachable` has the reason of the last failure."""
+    """The report of one server; `unreachable` contains the reason of the last failure."""
 
     reachable: frozenset[ServerId] = frozenset()
     unreachable: Mapping[ServerId, str] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class ReachReport:
 
 
 def _are_server_ids(*lists: Iterable[object]) -> bool:
-    return all(is_number(str(each)) for values in lists for each in values)
+    return all(is_number(str(server_id)) for values in lists for server_id in values)
 
 
 @dataclass(slots=True)
@@ -124,7 +126,7 @@ class Reachability:
         failing_ms = now_ms - peer.failing_since_ms
         if peer.failure_count >= FAILURES_MIN and failing_ms >= FAILING_MS:
             peer.is_known = True
-            # A host from ZooKeeper may have half of a surrogate pair, which UTF-8 does not have.
+            # A host name from ZooKeeper may contain a lone surrogate, which UTF-8 cannot encode.
             reason = reason.encode("utf-8", "backslashreplace").decode()
             peer.why_unreachable = (reason or "no reason")[:REASON_CHARS_MAX]
 
@@ -201,7 +203,7 @@ class PublishedReachability:
     async def read(
         self, server_ids: Iterable[ServerId], signal: Signal | None = None
     ) -> dict[ServerId, ReachReport]:
-        """Return the reports of these servers; reports that cannot be decoded are left out."""
+        """Return the reports of these servers; nodes that cannot be decoded are left out."""
         paths = self._nodes.paths
         reports: dict[ServerId, ReachReport] = {}
         listing = await self._nodes.znodes.children(paths.reach_reports, signal)

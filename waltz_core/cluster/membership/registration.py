@@ -1,24 +1,25 @@
 """Registers live servers; on the leader, keeps the assignment of partitions up to date.
 
-Every process follows the membership; the membership itself determines which process acts on it.
+All processes read the live servers. Only the live server with the smallest ID, the leader, assigns
+partitions.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
-    1. An assignment is in force only while its cversion is that of its own node: it was written for
-       exactly the registered servers. No other assignment is returned.
-    2. The leader is the live server with the smallest ID. It computes the assignments, except one
-       that a server's own change of preferences requires, which that server computes. Each
-       assignment is written at the version that was read; after a conflict, the state is read
-       again.
+    1. An assignment is settled while its `cversion` equals the child version of its node: then it
+       was written for exactly the registered servers. Only settled assignments are passed to
+       callbacks.
+    2. The leader computes the assignments. Exceptions: a server that changes its own preferences,
+       or hands over a partition, writes the new assignment itself. Each assignment is written at
+       the version that was read; after a conflict, the state is read again.
     3. A registered server whose session was lost registers again, under the same server ID.
-    4. A server that registers for the first time removes earlier processes at its address.
-    5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
-       session timeout after ZooKeeper's return, the leader moves no partition away from servers
-       that have not registered again. Servers that are known to be dead are an exception: this
-       process has seen that they are dead (`remove_dead_server`), or another process is registered
-       at their address. Otherwise the leader acts at once. A server that changes its own
-       preferences writes an assignment, too, and waits like the leader.
-    6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
-       changes, the leader writes another assignment for the same live servers.
+    4. A server that registers for the first time removes the nodes of earlier processes at its
+       address.
+    5. After an outage of ZooKeeper, sessions may have ended although no server has died. Therefore,
+       for one session timeout after the outage, the leader waits for owners that have not
+       registered again, and writes no assignment. A server that changes its own preferences waits
+       in the same way. No process waits for a server that is known to be dead: `remove_dead_server`
+       was called for it, or another process is registered at its address.
+    6. An assignment includes only the servers that may own partitions (`reachability.py`). When
+       this set changes, the leader writes a new assignment, even if the live servers are the same.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +50,8 @@ from waltz_core.records.record import Generation, PartitionId, ServerId
 
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
-# A process reconnects within two seconds of ZooKeeper's return, however short its session timeout.
+# Processes reconnect within two seconds after an outage of ZooKeeper, even if their session timeout
+# is shorter.
 REGISTRATION_GRACE_MS_MIN = 3_000
 
 
@@ -64,8 +66,8 @@ class Ownership(NamedTuple):
 class ServersView:
     """The live servers and the partitions that they own.
 
-    With `is_settled`, the assignment was written for exactly these servers. `follow` returns no
-    other view, except the view without any server.
+    `is_settled` means that the assignment was written for exactly these servers. `follow` reports
+    only settled views, and the view without any server.
     """
 
     servers: Mapping[ServerId, model.ServerDescriptor]
@@ -73,7 +75,7 @@ class ServersView:
     is_settled: bool
     # Live servers that get no partitions, because no other server can connect to them (rule 6).
     excluded: frozenset[ServerId] = frozenset()
-    # Servers of the assignment that are not registered. They may still run, without ZooKeeper.
+    # Servers in the assignment that are not registered. They may still run without a session.
     absent: frozenset[ServerId] = field(default=frozenset(), compare=False)
 
     def partitions_of(self, server_id: ServerId) -> dict[PartitionId, Generation]:
@@ -98,8 +100,8 @@ class _MembershipNodes(NamedTuple):
 
     @property
     def servers(self) -> dict[ServerId, model.ServerDescriptor]:
-        ordered = sorted(self.registered, key=lambda each: each.descriptor.server_id)
-        return {each.descriptor.server_id: each.descriptor for each in ordered}
+        ordered = sorted(self.registered, key=lambda server: server.descriptor.server_id)
+        return {server.descriptor.server_id: server.descriptor for server in ordered}
 
 
 class Membership:
@@ -110,12 +112,12 @@ class Membership:
         self._reachability = PublishedReachability(nodes)
         # The wanted registration of this process; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
-        # For rule 5: the last addresses of servers, the servers known to be dead, and the signals
-        # of waiting callers.
+        # For rule 5: the last known address of each server, the servers known to be dead, and the
+        # signals of callers that wait for owners.
         self._addresses: dict[ServerId, str] = {}
         self._dead_servers: set[ServerId] = set()
         self._waiting_signals: dict[Signal, None] = {}
-        # Whether the balance by load decides about moves (assignment.py, rule 5).
+        # Whether partitions move by load and not by count (assignment.py, invariant 5).
         self.keeps_owners = False
 
     async def register(self, descriptor: model.ServerDescriptor) -> None:
@@ -152,12 +154,12 @@ class Membership:
         if descriptor is None:
             return
         for _ in range(WRITE_ATTEMPTS_MAX):
-            own = self._own_nodes(await self._read_membership(), descriptor.server_id)
-            if not own:
+            own_nodes = self._own_nodes(await self._read_membership(), descriptor.server_id)
+            if not own_nodes:
                 return
             try:
                 await self._nodes.znodes.write(
-                    [DeleteNode(each.path, each.stat.version) for each in own]
+                    [DeleteNode(node.path, node.stat.version) for node in own_nodes]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -166,8 +168,8 @@ class Membership:
     async def change_preferences(self, descriptor: model.ServerDescriptor) -> None:
         """Change the preferred partitions of this server, and write a new assignment at once.
 
-        Registration and assignment change in one write, so that no process sees one without the
-        other; rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
+        Registration and assignment change in one write, so that no process sees only one of the two
+        changes. Rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
         possible; nothing has changed then.
         """
         partition_count = await self._read_partition_count()
@@ -195,7 +197,7 @@ class Membership:
         )
 
     async def _wait_for_owners(self) -> None:
-        """Wait while owners may register again (rule 5); raises when this process leaves."""
+        """Wait while owners may register again (rule 5); raises if this process unregisters."""
         signal = self._nodes.znodes.new_signal()
         try:
             while self._is_waiting_for_owners(await self._read_membership(signal), signal):
@@ -214,8 +216,8 @@ class Membership:
         membership = await self._read_membership()
         if self._grace_left_ms(membership) > 0:
             return False
-        own = self._own_nodes(membership, descriptor.server_id)
-        if len(own) != 1:
+        own_nodes = self._own_nodes(membership, descriptor.server_id)
+        if len(own_nodes) != 1:
             await self._ensure_registered(membership, descriptor)
             return False
         servers = {**membership.servers, descriptor.server_id: descriptor}
@@ -229,7 +231,7 @@ class Membership:
         )
         await self._nodes.znodes.write(
             [
-                SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version),
+                SetNode(own_nodes[0].path, descriptor.to_bytes(), own_nodes[0].stat.version),
                 SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
             ]
         )
@@ -240,7 +242,7 @@ class Membership:
     ) -> bool:
         """Move partitions between live servers; return False if servers or owners have changed.
 
-        If it returns False, no partition has moved; the caller plans again.
+        If the method returns False, no partition has moved, and the caller plans again.
         """
         partition_count = await self._read_partition_count()
         membership = await self._read_membership()
@@ -264,10 +266,12 @@ class Membership:
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            raised = with_minimum_generations(membership.assignment, at_least)
-            if raised == membership.assignment:
+            new_assignment = with_minimum_generations(membership.assignment, at_least)
+            if new_assignment == membership.assignment:
                 return
-            step = SetNode(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
+            step = SetNode(
+                self._nodes.paths.servers, new_assignment.to_bytes(), membership.stat.version
+            )
             try:
                 await self._nodes.znodes.write([step])
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
@@ -280,18 +284,19 @@ class Membership:
     async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if the node still exists.
 
-        Its session would end some seconds later. Safety does not depend on this deletion, but on
-        fencing. Raises CoordinatorUnavailable if the node may still exist.
+        Without this call, the server's partitions would move only some seconds later, when its
+        session ends. Safety does not depend on this deletion, but on fencing. Raises
+        CoordinatorUnavailable if the node may still exist.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            nodes = [each for each in membership.registered if each.descriptor == dead]
+            nodes = [node for node in membership.registered if node.descriptor == dead]
             if not nodes:
                 self._note_dead_server(dead.server_id)
                 return
             try:
                 await self._nodes.znodes.write(
-                    [DeleteNode(each.path, each.stat.version) for each in nodes]
+                    [DeleteNode(node.path, node.stat.version) for node in nodes]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -300,15 +305,20 @@ class Membership:
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Assign a partition of this process to another live server.
 
-        The same write removes a preference for the partition, because otherwise the next assignment
-        would give it back; `change_preferences` sets the preference again. Returns False if there
-        is no other server, or if this process does not own the partition any more. Raises
-        CoordinatorUnavailable if ZooKeeper does not answer.
+        The same write removes this server's preference for the partition. Otherwise the next
+        assignment would give the partition back. `change_preferences` can set the preference again.
+
+        Returns False if there is no other server, or if this process does not own the partition any
+        more. Raises CoordinatorUnavailable if ZooKeeper does not answer.
         """
         old_descriptor = self._descriptor
         if old_descriptor is None:
             return False
-        preferred = tuple(each for each in old_descriptor.preferred if each != partition_id)
+        preferred = tuple(
+            preferred_id
+            for preferred_id in old_descriptor.preferred
+            if preferred_id != partition_id
+        )
         is_done = False
         try:
             new_descriptor = replace(old_descriptor, preferred=preferred)
@@ -334,19 +344,22 @@ class Membership:
                 or not _servers_view(membership, partition_count).is_settled
             ):
                 return False  # The leader is about to write another assignment.
-            own = self._own_nodes(membership, server_id)
+            own_nodes = self._own_nodes(membership, server_id)
             assignment = hand_over_partition(
                 membership.assignment, partition_id, generation, server_id
             )
-            if assignment is None or len(own) != 1:
+            if assignment is None or len(own_nodes) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_outcome_unknown and owned.get(partition_id) != generation
-            # This comes before the write: otherwise `follow` would write the old descriptor again.
+            # This assignment precedes the write, because `follow` would otherwise restore the old
+            # descriptor.
             self._descriptor = new_descriptor
             try:
                 await self._nodes.znodes.write(
                     [
-                        SetNode(own[0].path, new_descriptor.to_bytes(), own[0].stat.version),
+                        SetNode(
+                            own_nodes[0].path, new_descriptor.to_bytes(), own_nodes[0].stat.version
+                        ),
                         SetNode(
                             self._nodes.paths.servers,
                             assignment.to_bytes(),
@@ -364,15 +377,15 @@ class Membership:
         return False
 
     async def read(self) -> ServersView:
-        """Read the live servers and the partitions that they own, settled or not."""
+        """Read the live servers and their partitions, even if the assignment is out of date."""
         partition_count = await self._read_partition_count()
         return _servers_view(await self._read_membership(), partition_count)
 
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view (also if no server is live), until cancelled.
+        """Call back with each settled view, and when no server is live, until cancelled.
 
-        While this process is registered, this method also keeps it registered and does the work of
-        the leader: it computes the assignment for a changed set of servers (rules 1 and 2).
+        While this process is registered, this method also keeps it registered. If this process is
+        the leader, the method also computes the assignments (rules 1 and 2).
         """
         partition_count: int | None = None
         last: ServersView | None = None
@@ -436,7 +449,7 @@ class Membership:
             signal.set()
 
     def _is_waiting_for_owners(self, membership: _MembershipNodes, signal: Signal) -> bool:
-        """Whether owners may still register again; if so, `signal` is set when this has changed."""
+        """Whether owners may still register again; if so, `signal` is set when the wait is over."""
         remaining_ms = self._grace_left_ms(membership)
         if remaining_ms <= 0:
             self._waiting_signals.pop(signal, None)
@@ -446,7 +459,7 @@ class Membership:
         return True
 
     def _grace_left_ms(self, membership: _MembershipNodes) -> int:
-        """Return for how many ms owners may still register again; 0 if none is awaited."""
+        """Return the time left, in ms, for owners to register again; 0 if none is awaited."""
         reconnected_ms = self._nodes.connection_history.reconnected_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, REGISTRATION_GRACE_MS_MIN)
         if (
@@ -460,7 +473,7 @@ class Membership:
     def _awaited_owners(self, membership: _MembershipNodes) -> list[ServerId]:
         """Return the owners that are neither registered nor known to be dead (rule 5)."""
         registered = membership.servers
-        used_addresses = {each.address for each in registered.values()}
+        used_addresses = {descriptor.address for descriptor in registered.values()}
         return [
             server_id
             for server_id, owned in membership.assignment.servers.items()
@@ -491,18 +504,18 @@ class Membership:
         self, membership: _MembershipNodes, descriptor: model.ServerDescriptor
     ) -> bool:
         """Write this process's node if it is missing or differs; return True if it was correct."""
-        own = self._own_nodes(membership, descriptor.server_id)
-        if len(own) == 1 and own[0].descriptor == descriptor:
+        own_nodes = self._own_nodes(membership, descriptor.server_id)
+        if len(own_nodes) == 1 and own_nodes[0].descriptor == descriptor:
             return True
         step: Operation
-        if not own:
+        if not own_nodes:
             prefix, data = self._nodes.paths.descriptor_prefix, descriptor.to_bytes()
             step = CreateNode(prefix, data, is_ephemeral=True, is_sequential=True)
-        elif len(own) == 1:
-            step = SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version)
+        elif len(own_nodes) == 1:
+            step = SetNode(own_nodes[0].path, descriptor.to_bytes(), own_nodes[0].stat.version)
         else:
             # Two attempts to register have both succeeded.
-            step = DeleteNode(own[-1].path, own[-1].stat.version)
+            step = DeleteNode(own_nodes[-1].path, own_nodes[-1].stat.version)
         await self._nodes.znodes.write([step])
         return False
 
@@ -511,32 +524,32 @@ class Membership:
     ) -> bool:
         """Delete the nodes of earlier processes at this address; return True if there were any.
 
-        A process that listens at an address proves that no other process does. So partitions need
-        not wait for the session of a dead process to end. Safety does not depend on this, but on
-        fencing.
+        Because this process listens at the address, the earlier processes are dead. So their
+        partitions can move before their sessions end. Safety does not depend on this deletion, but
+        on fencing.
         """
         dead = [
-            each
-            for each in membership.registered
-            if each.descriptor.address == descriptor.address
-            and each.descriptor.server_id < descriptor.server_id
+            node
+            for node in membership.registered
+            if node.descriptor.address == descriptor.address
+            and node.descriptor.server_id < descriptor.server_id
         ]
         if dead:
             await self._nodes.znodes.write(
-                [DeleteNode(each.path, each.stat.version) for each in dead]
+                [DeleteNode(node.path, node.stat.version) for node in dead]
             )
         return bool(dead)
 
     def _own_nodes(
         self, membership: _MembershipNodes, server_id: ServerId
     ) -> list[_RegisteredServer]:
-        # A node of an earlier session of this process does not count: ZooKeeper is about to delete
-        # it.
+        # The node of an earlier session of this process is ignored, because ZooKeeper is about to
+        # delete it.
         session = self._nodes.znodes.session_number
         return [
-            each
-            for each in membership.registered
-            if each.descriptor.server_id == server_id and each.stat.owner == session
+            node
+            for node in membership.registered
+            if node.descriptor.server_id == server_id and node.stat.owner == session
         ]
 
     async def _read_partition_count(self) -> int:

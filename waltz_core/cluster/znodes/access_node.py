@@ -1,11 +1,12 @@
 """The bytes of `R/x/access`: the permissions of a cluster as strict JSON (decision 048).
 
 Rules:
-    1. An unknown, missing or duplicate key, a value of another type, and a name or a range out of
-       its limits make the node unreadable. A daemon then keeps its permissions (AC 6): a part that
-       an older version does not understand must not be read as an empty part.
-    2. Of the two reserved principals, `anonymous` may have grants and limits; `other` is only a
-       label of metrics. No token is for either of them.
+    1. The node is unreadable if it contains an unknown, missing or duplicate key, a value of
+       another type, or a name or range outside of its limits. A daemon that cannot read the node
+       keeps its permissions (AC 6). Otherwise an older version would ignore a part that it does not
+       understand, and could grant too much.
+    2. Two principals are reserved: `anonymous` may have grants and limits, and `other` is only a
+       label of metrics. Neither of them may have a token.
 """
 
 import json
@@ -121,7 +122,7 @@ _NODE_KEYS: Final = (
 
 def _parse_group(name: str, value: object) -> tuple[str, ...]:
     _expect(is_principal_name(name), f"a group name of {PRINCIPAL_NAME_FORM}", name)
-    members = tuple(_parse_principal(each) for each in _parse_list(value, f"group {name}"))
+    members = tuple(_parse_principal(member) for member in _parse_list(value, f"group {name}"))
     _expect(len(set(members)) == len(members), f"distinct members of group {name}", members)
     return members
 
@@ -136,7 +137,7 @@ def _parse_grant(value: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
     else:
         grantee = _parse_principal(node["principal"])
     verb = _parse_text(node["verb"], "verb")
-    verbs = [each.value for each in AccessVerb]
+    verbs = [access_verb.value for access_verb in AccessVerb]
     _expect(verb in verbs, f"a verb of {', '.join(verbs)}", verb)
     return Grant(grantee, is_group, AccessVerb(verb), _parse_partitions(node["partitions"]))
 

@@ -1,11 +1,11 @@
 """Records when ZooKeeper became unavailable, and when it became available again.
 
-Health checks use this history, and so does the leader, which waits for servers that may register
-again.
+Health checks use this history. The leader uses it, too: after an outage, it waits for servers that
+may register again.
 
 Rules:
-    1. A connection that is replaced within `OUTAGE_MS_MIN` is not an outage: one node of the
-       ensemble has failed, which ends no session.
+    1. If a lost connection is replaced within `OUTAGE_MS_MIN`, this is not an outage. Only one node
+       of the ensemble has failed, and this ends no session.
     2. The first connection of a process does not end an outage.
 """
 
@@ -26,7 +26,7 @@ class ConnectionHistory:
 
     @property
     def disconnected_ms(self) -> int:
-        """The time without a connection, in ms; 0 while there is a connection."""
+        """The time since the connection was lost, in ms; 0 while there is a connection."""
         return (
             0
             if self._disconnected_since_ms is None

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-# The version of a node that does not exist. NB: to ZooKeeper itself -1 means "any version", so
-# this value must never reach it: implementations assert that expected versions are not negative.
+# The version of a node that does not exist. NB: ZooKeeper itself uses -1 for "any version", so this
+# value must never be sent. Implementations assert that expected versions are not negative.
 NO_NODE = -1
 # The owner of a node that is not ephemeral.
 PERSISTENT = 0
 
 
 class NodeStat(NamedTuple):
-    """A node's own version, the version of its list of children, and its owner session.
+    """The versions of a node and of its list of children, and the session that owns the node.
 
     `mtime_ms` is the time of the last write, by the clock of ZooKeeper's leader.
     """
@@ -39,7 +39,7 @@ class NodeStat(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node as it was read; `data` is b"" for no data and for empty data."""
+    """The content of a node; `data` is b"" for no data and for empty data."""
 
     data: bytes
     stat: NodeStat
@@ -94,12 +94,12 @@ class SessionState(Enum):
     """The state of the session with ZooKeeper."""
 
     CONNECTED = auto()
-    SUSPENDED = auto()  # no connection; the session, its ephemeral nodes and watches may still live
-    LOST = auto()  # the session is over, and its ephemeral nodes are deleted or about to be
+    SUSPENDED = auto()  # no connection; the session and its ephemeral nodes may still exist
+    LOST = auto()  # the session is over, and ZooKeeper deletes its ephemeral nodes
 
 
 class Signal(Protocol):
-    """A flag that is set when data must be read again. `asyncio.Event` is one."""
+    """A flag that is set when data must be read again. `asyncio.Event` implements this protocol."""
 
     def set(self) -> None:
         """Set the signal and wake up the waiting callers; it stays set until it is cleared."""
@@ -141,16 +141,16 @@ class Znodes(Protocol):
         """Set a signal after `after_ms` milliseconds."""
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node, None if there is none; its change, creation or deletion sets the signal."""
+        """Read a node, or None; its change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of a node's children, None without the node; a change sets the signal."""
+        """Read the names of a node's children, or None; a change of the list sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; return the nodes' new versions (NO_NODE if deleted)."""
 
     async def sync(self) -> None:
-        """Return once reads see every write that completed before this call."""
+        """Return when reads return all writes that completed before this call."""
 
     def new_signal(self) -> Signal:
         """Return a signal that is also set at each change of state, until `drop_signal`."""
@@ -165,12 +165,12 @@ class Znodes(Protocol):
         """Raise BadConfig if the session has only the members' user, or does not know that user.
 
         Members are servers and storages. With their user, a change with several writes could fail
-        after the first ones. If the cluster has two users and the session knows only one, members
-        could not read the nodes that the session creates.
+        after the first writes. If the cluster has two users and the session knows only one of them,
+        members cannot read the nodes that the session creates.
         """
 
     async def reset_access_list(self, path: str) -> None:
-        """Set the access list of a node to that of a new node, if the session has credentials.
+        """Give a node the access list of a new node, if the session has credentials.
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """

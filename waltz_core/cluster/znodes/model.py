@@ -1,14 +1,14 @@
 """The values that ZooKeeper stores for one cluster, and their bytes (`paths.py` has the paths).
 
-These bytes are a contract with every process of a cluster, of this version and of others, so
-nothing else in the project encodes or decodes a node. The layouts are those of Waltz 0.13;
-extensions are below `R/x`, which 0.13 never reads.
+All processes of a cluster read these bytes, including processes of other versions, so the bytes
+must not change. No other module encodes or decodes these nodes. The layouts are those of Waltz
+0.13; extensions are below `R/x`, which 0.13 never reads.
 
 Rules:
     1. Integers are big-endian; a structure starts with its version byte.
-    2. A decoder accepts any bytes and returns a value or raises `errors.BadFormat`, nothing else.
-       Counts are checked against the remaining bytes before anything is allocated; bytes left over
-       are an error.
+    2. For any bytes, a decoder returns a value or raises `errors.BadFormat`, and no other
+       exception. It checks a count against the remaining bytes before it allocates memory. Bytes
+       after the end of the value are an error.
     3. Strings are "modified UTF-8" after an unsigned 16-bit length.
     4. Maps keep the order in which they were decoded, so that decoding and encoding returns the
        same bytes.
@@ -33,10 +33,10 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# The closing high-water mark of a replica that is engaged in its session, so it is not decided yet.
+# The closing high-water mark of a replica that is still engaged in its session.
 UNRESOLVED = TransactionId(-(1 << 63))
 NO_GENERATION = Generation(-1)
-# The membership version of an assignment that was not computed yet.
+# The `cversion` of an assignment that was not computed yet.
 NO_CVERSION = -1
 INT32_MAX = (1 << 31) - 1
 UTF_BYTES_MAX = 0xFFFF
@@ -123,12 +123,12 @@ class ServerDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class PartitionAssignment:
-    """The owner and generation of each partition, as the leader has assigned them.
+    """The owner and generation of each partition.
 
     Node `R/serverDescriptors`: byte 3, int32 cversion, int32 partition count, int32 n, n x server.
     A server is int32 ID, int32 m, m x (int32 partition, int32 generation). The assignment is in
-    force while `cversion` equals the child version of its own node: it was made for exactly the
-    servers that are registered.
+    force while `cversion` equals the child version of the node: then it was computed for exactly
+    the registered servers.
     """
 
     cversion: int = NO_CVERSION
@@ -272,7 +272,7 @@ class ConnectionMetadata:
 
 
 class ReplicaState(NamedTuple):
-    """The state of one replica: engaged in `session_id`, or closed at a mark."""
+    """The state of one replica: engaged in `session_id`, or closed at a high-water mark."""
 
     session_id: SessionId
     closing_high_water_mark: TransactionId = UNRESOLVED
@@ -283,8 +283,8 @@ class PartitionMetadata:
     """The generation, store session and replica states of a partition.
 
     Node `R/store/partition/P`: byte 1, int32 generation, int64 session, int32 n, n x replica state.
-    A replica state is byte 1, then (byte 1, int32 P, UTF "host:port"), int64 session, int64
-    closing high-water mark. Every state contains P, so encoding and decoding need it.
+    A replica state is byte 1, then (byte 1, int32 P, UTF "host:port"), int64 session, int64 closing
+    high-water mark. Because every state contains P, encoding and decoding need P.
     """
 
     generation: Generation = NO_GENERATION
@@ -329,14 +329,14 @@ class MarkerState(Enum):
     """Whether a partition may still be new, without any records."""
 
     NEW = 1  # created by `cluster create` or by adoption; no session has been opened
-    OPEN = 2  # a session has been opened: empty metadata now means that metadata was lost
+    OPEN = 2  # a session has been opened: if the metadata is empty, it was lost
 
 
 class ArchivedMark(NamedTuple):
     """The range of a partition that is in the archive: IDs `first`..`last` (decision 047).
 
-    `last` is a batch end with this chain and commit stamp. `manifest` is the name of the manifest
-    that lists the objects, with the CRC-32 of its bytes.
+    `last` is the last ID of a batch, which has this chain and commit stamp. `manifest` is the name
+    of the manifest that lists the objects, with the CRC-32 of its bytes.
     """
 
     last: TransactionId
@@ -349,16 +349,17 @@ class ArchivedMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartitionMarker:
-    """The state of a partition that Waltz 0.13 does not have: new or open, nonce, archived range.
+    """State of a partition in addition to that of Waltz 0.13: new or open, nonce, archived range.
 
     Node `R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
 
-    With an archived range, byte 2 comes first, and after the nonce int64 last ID, 16 bytes chain,
-    int64 commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the manifest.
+    If there is an archived range, the first byte is 2. The nonce is then followed by int64 last ID,
+    16 bytes chain, int64 commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the
+    manifest.
 
-    The marker changes in one transaction with the partition's metadata. The nonce distinguishes two
-    servers with the same session ID, which a restored ZooKeeper makes possible. The nonce is valid
-    only while `session_id` is that of the metadata.
+    The marker and the partition's metadata change in the same atomic write. The nonce distinguishes
+    two servers with the same session ID, which can occur after ZooKeeper was restored from an old
+    copy. The nonce is valid only while `session_id` is the session of the metadata.
     """
 
     state: MarkerState
@@ -441,7 +442,10 @@ def encode_utf(text: str) -> bytes:
 
     In modified UTF-8, U+0000 is two bytes, and a character above U+FFFF is its two surrogates.
     """
-    units = [text[i] if text[i] <= "\uffff" else _surrogates(text[i]) for i in range(len(text))]
+    units = [
+        text[index] if text[index] <= "\uffff" else _surrogates(text[index])
+        for index in range(len(text))
+    ]
     data = "".join(units).encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
     if len(data) > UTF_BYTES_MAX:
         raise errors.BadRequest(
@@ -453,8 +457,8 @@ def encode_utf(text: str) -> bytes:
 
 def decode_utf(data: bytes) -> str:
     """Return the string in modified UTF-8 bytes without their length; raises UnicodeDecodeError."""
-    # NB: 0xc0 is in no other sequence of valid UTF-8, so replacing it first is safe; a four-byte
-    # sequence is valid UTF-8 but never written by a modified encoder.
+    # NB: the byte 0xc0 occurs only in this sequence, so replacing the sequence first is safe. A
+    # four-byte sequence is valid UTF-8, but modified UTF-8 never contains one.
     text = data.replace(b"\xc0\x80", b"\0").decode("utf-8", "surrogatepass")
     if any(char > "\uffff" for char in text):
         raise UnicodeDecodeError("utf-8", data, 0, len(data), "four-byte sequence")
@@ -507,9 +511,9 @@ class _Reader:
         return self._data[start : self._offset]
 
     def version(self, expected: int = STRUCTURE_VERSION) -> None:
-        found = self.take(1, "version")[0]
-        if found != expected:
-            raise self.format_error(f"expected version {expected}, found {found}")
+        found_version = self.take(1, "version")[0]
+        if found_version != expected:
+            raise self.format_error(f"expected version {expected}, found {found_version}")
 
     def int32(self, name: str) -> int:
         return int.from_bytes(self.take(4, name), "big", signed=True)

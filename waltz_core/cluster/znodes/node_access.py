@@ -1,7 +1,6 @@
 """Reads, writes and follows the nodes of one cluster.
 
-This module handles missing nodes, bytes that cannot be decoded and broken connections for all
-callers.
+All callers share this handling of missing nodes, undecodable bytes and broken connections.
 """
 
 import re
@@ -57,7 +56,7 @@ class ClusterNodes:
         """Create those nodes that do not exist, without data, parents before children."""
         for path in paths:
             if await self.znodes.get(path) is None:
-                # A conflict means that another process has just created it.
+                # A conflict means that another process has just created the node.
                 with suppress(errors.CoordinatorConflict):
                     await self.znodes.write([CreateNode(path)])
 
@@ -74,7 +73,7 @@ class ClusterNodes:
             steps.append(CreateNode(path, data, is_ephemeral=True))
         elif node.stat.owner == self.znodes.session_number:
             steps.append(SetNode(path, data, node.stat.version))
-        else:  # It belongs to an earlier session of this process, and would end with that.
+        else:  # The node belongs to an earlier session of this process, and would end with it.
             steps += [
                 DeleteNode(path, node.stat.version),
                 CreateNode(path, data, is_ephemeral=True),
@@ -96,7 +95,7 @@ class ClusterNodes:
                 try:
                     await check(signal)
                 except errors.CoordinatorOutcomeUnknown:
-                    continue  # If it was never written, no signal will follow.
+                    continue  # If the write never arrived, no signal will follow.
                 except (errors.Unavailable, errors.CoordinatorConflict):
                     pass  # The end of an outage signals, and so does the change in conflict.
                 await signal.wait()

@@ -1,7 +1,7 @@
 """The table of all nodes in ZooKeeper, and the path of each for a given root R.
 
-Paths, like the bytes of the nodes (`model.py`), are a contract with every process of a cluster, of
-this version and of others.
+All processes of a cluster use these paths, including processes of other versions, so the paths must
+not change.
 
 Rules:
     1. Extensions are below `R/x`, which Waltz 0.13 ignores.
@@ -22,7 +22,7 @@ MEMBER_PERMISSIONS: Final = "crwd"
 
 
 class NodeReaders(StrEnum):
-    """The readers of a znode; each of them includes those that follow it."""
+    """The readers of a znode; each value includes the readers of all following values."""
 
     PUBLIC = "public"
     MEMBERS = "members"
@@ -45,9 +45,10 @@ class Znode(NamedTuple):
 
     @property
     def is_restricted(self) -> bool:
-        """Whether a line for "world" in the auth file does not apply: for R/x/access and R/x/audit.
+        """Whether a line for "world" in the auth file has no effect on this node.
 
-        These nodes have the key that signs client IDs, the hashes of tokens, and commands.
+        True for R/x/access and R/x/audit. These nodes contain secrets: the key that signs client
+        IDs, the hashes of tokens, and the commands that administrators have run.
         """
         return self.readers is not NodeReaders.PUBLIC and self.members != MEMBER_PERMISSIONS
 
@@ -163,21 +164,21 @@ ZNODES = (
         "",
     ),
 )
-# The row for the nodes above R, which may have other clusters below them, too.
+# The row for the nodes above R, below which there may also be other clusters.
 ABOVE_ROOT_ZNODE: Final = Znode("/", "persistent", "nothing", "cluster create", _PUBLIC, "r")
-# The row for nodes below R that only a later version knows.
+# The row for nodes below R that a later version of Waltz has created.
 UNKNOWN_ZNODE: Final = Znode("R/...", "any", "unknown", "a later version", _MEMBERS)
 
 
 def znode_at(root: str, path: str) -> Znode:
     """Return the row of a node of the cluster at `root`; also for the prefix of sequential nodes.
 
-    `ABOVE_ROOT_ZNODE` and `UNKNOWN_ZNODE` are the rows of nodes that the table does not have.
+    Nodes that are not in the table have the rows `ABOVE_ROOT_ZNODE` and `UNKNOWN_ZNODE`.
     """
     if path != root and not path.startswith(f"{root}/"):
         return ABOVE_ROOT_ZNODE
     names = f"R{path.removeprefix(root)}".split("/")
-    return next((each for each in ZNODES if _matches(each.path.split("/"), names)), UNKNOWN_ZNODE)
+    return next((row for row in ZNODES if _matches(row.path.split("/"), names)), UNKNOWN_ZNODE)
 
 
 def _matches(row: list[str], names: list[str]) -> bool:
@@ -255,7 +256,7 @@ class ClusterPaths:
 
     @property
     def extensions(self) -> str:
-        """Parent of the nodes that Waltz 0.13 does not know."""
+        """Parent of the nodes that Waltz 0.13 ignores."""
         return f"{self.root}/x"
 
     @property
@@ -306,7 +307,7 @@ class ClusterPaths:
         return f"{self.root}/x/applied"
 
     def applied_revision(self, name: str) -> str:
-        """Revision of one daemon; `membership/applied_revisions.py` has its name."""
+        """Revision of one daemon; `membership/applied_revisions.py` describes the name."""
         return f"{self.applied_revisions}/{name}"
 
     @property

@@ -1,7 +1,8 @@
 """The clusters from whose backups a cluster was restored, in a node of ZooKeeper.
 
-Up to the restored end, both logs are the same. So a position in a source cluster, such as the
-offset of a Spark checkpoint, is valid in the restored cluster if it is not after this end.
+Up to the restored end, the source cluster and the restored cluster have the same log. So a position
+in the source cluster, such as the offset of a Spark checkpoint, is also valid in the restored
+cluster, unless it is after this end.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ _KEY_BYTES = 16
 class RestoreSources:
     """The restored ends of each source cluster, by its key and by partition.
 
-    Node `R/x/restored` has JSON with `format` 1 and `marks`.
+    Node `R/x/restored` contains JSON with `format` 1 and `marks`.
     """
 
     marks: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
@@ -32,7 +33,7 @@ class RestoreSources:
         )
 
     def with_source(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoreSources":
-        """Return the sources of a cluster that is restored from this one up to these ends."""
+        """Return the sources of a cluster that is restored from this cluster up to these ends."""
         earlier = {
             key: {partition: min(mark, ends[partition]) for partition, mark in marks.items()}
             for key, marks in self.marks.items()

@@ -1,8 +1,9 @@
-"""Merges identical requests: all callers before the request is sent share its answer.
+"""Merges identical requests: callers that arrive before a request is sent share its answer.
 
-A server that takes over hundreds of partitions sends ZooKeeper the same request for each of them.
-Each caller needs an answer that is not older than its call, so one request serves all callers that
-came before it was sent. Later callers need another one, also while the first is in flight.
+A server that takes over hundreds of partitions would send ZooKeeper the same request for each of
+them. But each caller needs an answer that is not older than its call. Therefore one request serves
+only the callers that arrived before the request was sent. Callers that arrive while the request is
+in flight share the next request.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ class SharedRequest:
     """A request that concurrent callers share.
 
     Args:
-        send: sends the request; its exception is raised to all callers that share the request.
+        send: sends the request; all callers that share the request receive its exception.
     """
 
     def __init__(self, send: Callable[[], Awaitable[None]]) -> None:
@@ -36,6 +37,6 @@ class SharedRequest:
 
 
 def _retrieve_exception(answered: asyncio.Task[None]) -> None:
-    """Retrieve the exception, because all callers may have been cancelled."""
+    """Retrieve the exception, so that asyncio does not log it if all callers were cancelled."""
     if not answered.cancelled():
         answered.exception()

@@ -1,14 +1,17 @@
 """Lists the clusters below a path, and deletes a cluster with all its nodes.
 
-This module also handles nodes with unknown names: those of unfinished clusters and later versions.
+The tree may also contain nodes of unfinished clusters, and nodes with unknown names from later
+versions.
 
 Rules:
-    1. The root's data is deleted first, so that the root is not a cluster if the deletion stops
-       early.
-    2. Nodes are deleted deepest first, each at the version that was read. Nodes that are created or
-       changed meanwhile are read again and deleted, too; nodes that keep reappearing are an error.
-    3. Nodes outside of the root are not touched, nor is another cluster below it. A root without a
-       cluster is deleted only if it has no data and no children but those of an unfinished cluster.
+    1. The root's data is deleted first. So if the deletion stops early, the root is not a cluster
+       any more.
+    2. Nodes are deleted deepest first, each at the version that was read. Nodes that were created
+       or changed meanwhile are read again and deleted. If nodes keep reappearing, the deletion
+       fails.
+    3. Neither nodes outside of the root nor other clusters below the root are deleted. A root that
+       is not a cluster is deleted only if it has no data, and only the children of an unfinished
+       cluster.
 """
 
 from collections.abc import Callable
@@ -20,18 +23,17 @@ from waltz_core.cluster.znodes.model import ClusterParams
 
 # ZooKeeper's own nodes.
 ZOOKEEPER_NODE: Final = "/zookeeper"
-# With more other nodes than this, ZooKeeper serves other programs, too, and the user must name a
-# path.
+# If more nodes than this belong to other programs, the user must name a path.
 NODES_MAX: Final = 10_000
 ATTEMPTS_MAX: Final = 20
-# A deletion of a node takes about 100 bytes; a request may have 1 MiB.
+# The deletion of a node takes about 100 bytes, and a request has at most 1 MiB.
 STEP_NODES_MAX: Final = 1_000
 # The nodes directly below a root (paths.py).
 TOP_NAMES: Final = ("ids", "serverDescriptors", "store", "x")
 
 
 class FoundCluster(NamedTuple):
-    """A cluster: its root, and the data of the root."""
+    """A cluster that was found: its root and the data of the root."""
 
     root: str
     params: ClusterParams
@@ -58,11 +60,11 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
             params = None if node is None else _decode_params(node.data)
             listing = None if params is not None else await znodes.children(path)
         except errors.BadConfig:
-            continue  # A node without permission to read is no usable cluster.
+            continue  # A node that this user may not read is not a usable cluster.
         if params is not None:
             clusters.append(FoundCluster(path, params))
         elif listing is not None:
-            paths += [each for each in _children(path, listing.names) if each != ZOOKEEPER_NODE]
+            paths += [child for child in _children(path, listing.names) if child != ZOOKEEPER_NODE]
     return sorted(clusters)
 
 
@@ -71,9 +73,8 @@ async def delete_tree(
 ) -> int:
     """Delete a root and all nodes below it; return the number of deleted nodes.
 
-    `on_progress` receives the number of deleted nodes and the total number. Raises BadRequest for
-    nodes of another program, and CoordinatorConflict if new nodes appear as fast as nodes are
-    deleted.
+    `on_progress` receives the number of deleted nodes and the total number. Raises BadRequest if
+    the root contains nodes of another program, and CoordinatorConflict if nodes keep reappearing.
     """
     await _check_nodes(znodes, root)
     done_count = 0
@@ -115,14 +116,14 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
     if _decode_params(node.data) is not None:
         return
     if node.data or foreign_names:
-        what = (
+        description = (
             f"a znode {foreign_names[0]}"
             if foreign_names
             else f"{len(node.data)} bytes of another program"
         )
         raise errors.BadRequest(
             f"cannot delete {root} of ZooKeeper {znodes.hosts}: expected a cluster or its "
-            f"remains, found {what}"
+            f"remains, found {description}"
         )
 
 

@@ -1,7 +1,8 @@
 """Parses the auth file: the process's user at ZooKeeper, and the permissions of its nodes.
 
-A connect string appears in process lists, logs, Spark plans and configuration files, so it names a
-file and contains no secret. Error messages name the line, never its content.
+A connect string appears in process lists, logs, Spark plans and configuration files. Therefore it
+contains no secret, but the path of the auth file. Error messages name a line of this file, and
+never show its content.
 
     digest:waltz:a long password       the first line: scheme, user, password of this process
     members:digest:waltz:a password    in an administrator's file: the members' user
@@ -13,16 +14,16 @@ HASH is the base64 text of the SHA-1 of USER:PASSWORD, as in ZooKeeper's access 
 name the administrators' user in the nodes that it creates, but must not know the password.
 
 Rules:
-    1. Without a line for members or administrators there is one user. It has all permissions for
-       the nodes that it creates; further lines only add permissions. All processes have this user.
-    2. With two users, administrators have all permissions. Those of members and of all others are
-       in the row of the node (`znodes/paths.py`), whichever user creates it. A further line with
-       permission "a" names another administrator, except for "world"; all other lines grant at most
-       the permissions of members.
-    3. A line for "world" never applies to R/x/access and R/x/audit: to permissions, keys and the
-       audit log.
-    4. An administrator's session has the members' user as well, so that it may change nodes that
-       this user owned when it was the only one.
+    1. Without a line for members or administrators, all processes use the same user. This user has
+       all permissions for the nodes that it creates; further lines only add permissions for others.
+    2. With two users, administrators have all permissions. The table of nodes (`znodes/paths.py`)
+       states the permissions of members and of all others, whichever user creates a node. A further
+       line with permission "a" names another administrator, except for "world". All other lines
+       grant at most the permissions of members.
+    3. A line for "world" never applies to R/x/access and R/x/audit, because these nodes contain
+       permissions, keys and the audit log.
+    4. An administrator's session also logs in as the members' user. So it may change nodes from the
+       time when this user was the only one.
     5. Empty lines, and lines that begin with "#", are ignored.
 """
 
@@ -83,7 +84,7 @@ class Credentials:
 
     @property
     def is_member(self) -> bool:
-        """Whether the user is the members' user, so that administrators have another user."""
+        """Whether this is a member's file: administrators have another user."""
         return bool(self.administrators)
 
     @property
@@ -93,15 +94,15 @@ class Credentials:
 
     @property
     def users(self) -> tuple[User, ...]:
-        """The users that a session has (rule 4)."""
+        """The users as which a session logs in (rule 4)."""
         return (self.user,) if self.members is None else (self.user, self.members)
 
     def access_list_of(self, row: Znode) -> tuple[NodePermission, ...]:
         """Return the access list of a new node (rules 1 to 3)."""
         grants = tuple(
-            each
-            for each in self.grants
-            if not (row.is_restricted and each.scheme == _PUBLIC.scheme)
+            grant
+            for grant in self.grants
+            if not (row.is_restricted and grant.scheme == _PUBLIC.scheme)
         )
         if self.has_one_user:
             return (_CREATOR, *grants)
@@ -109,11 +110,11 @@ class Credentials:
         access_list = [
             NodePermission(DIGEST_SCHEME, self.administrators or self.user.identity, PERMISSIONS),
             NodePermission(DIGEST_SCHEME, members, row.members),
-            *(each._replace(permissions=_limit_permissions(each, row)) for each in grants),
+            *(grant._replace(permissions=_limit_permissions(grant, row)) for grant in grants),
         ]
         if row.readers is NodeReaders.PUBLIC:
             access_list.append(_PUBLIC)
-        return tuple(each for each in access_list if each.permissions)
+        return tuple(grant for grant in access_list if grant.permissions)
 
 
 def parse_credentials(text: str, where: str) -> Credentials:
@@ -135,7 +136,7 @@ def parse_credentials(text: str, where: str) -> Credentials:
 
 
 def _add_line(credentials: Credentials, line: str, where: str) -> Credentials:
-    role, _, rest = line.partition(":")
+    role, _, value_text = line.partition(":")
     if role not in {_MEMBERS, _ADMINISTRATORS}:
         return replace(credentials, grants=(*credentials.grants, _parse_grant(line, where)))
     if credentials.members is not None or credentials.administrators:
@@ -143,10 +144,10 @@ def _add_line(credentials: Credentials, line: str, where: str) -> Credentials:
             f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found a second one"
         )
     if role == _MEMBERS:
-        other = _parse_user(rest, f"{_MEMBERS}:{_FIRST_LINE}", where)
+        other = _parse_user(value_text, f"{_MEMBERS}:{_FIRST_LINE}", where)
         credentials, name = replace(credentials, members=other), other.name
     else:
-        scheme, _, identity = rest.partition(":")
+        scheme, _, identity = value_text.partition(":")
         name, _, hashed = identity.partition(":")
         if scheme != DIGEST_SCHEME or not name or _HASH.fullmatch(hashed) is None:
             raise errors.BadConfig(
@@ -188,4 +189,4 @@ def _limit_permissions(grant: NodePermission, row: Znode) -> str:
     """Return the permissions that a further line grants if there are two users (rule 2)."""
     if grant.scheme != _PUBLIC.scheme and "a" in grant.permissions:
         return grant.permissions
-    return "".join(each for each in grant.permissions if each in row.members)
+    return "".join(letter for letter in grant.permissions if letter in row.members)

@@ -1,9 +1,9 @@
-"""Follows znodes although some of them cannot be decoded or contradict each other.
+"""Follows znodes, even if some of them cannot be decoded or contradict each other.
 
 Rule:
-    1. A process that has a view keeps it, logs the error, and reads again after a pause: one
-       damaged node must not end every server or storage. A process without a view cannot work, so
-       it exits with the error.
+    1. One damaged node must not end every server or storage. So a process that has read valid data
+       before keeps this data, logs the error, and reads again after a pause. A process that has no
+       valid data yet cannot work, and exits with the error.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ async def follow_despite_bad_nodes(
     """Follow nodes in ZooKeeper like `follow`, even after nodes that cannot be read (rule 1).
 
     Raises:
-        BadFormat, BadRequest: the process has no view yet.
+        BadFormat, BadRequest: the process has no valid data yet.
     """
     is_known = False
 
@@ -53,8 +53,9 @@ async def follow_permissions(
 ) -> None:
     """Keep a port's permissions up to date; return at once if the port does not identify peers.
 
-    The daemon publishes the revision in use under `name` (`membership/applied_revisions.py`). It
-    continues with its permissions while the node is missing, cannot be decoded, or may not be read.
+    The daemon publishes the revision that it uses under `name` (`membership/applied_revisions.py`).
+    While the node is missing, cannot be decoded, or may not be read, the daemon keeps its
+    permissions.
     """
     if port is None or port.access is None:
         return
@@ -65,7 +66,7 @@ async def follow_permissions(
         if access.permissions is not None:
             coordinator.set_applied_revision(name, access.permissions.revision)
 
-    while True:  # without any view, too: it rejects requests until it has one (AC 6)
+    while True:  # A daemon without permissions also continues: it rejects all requests (AC 6).
         try:
             await coordinator.follow_permissions(take, _log_publish_error)
         except (BadConfig, BadFormat, BadRequest) as error:

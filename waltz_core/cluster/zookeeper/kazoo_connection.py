@@ -1,19 +1,23 @@
 """Replaces methods of kazoo's connection thread: shorter timeouts, and a watchdog.
 
-The replaced methods are inside kazoo (2.10), and all of them run on kazoo's thread;
+The replaced methods are internal to kazoo 2.10, and all of them run on kazoo's thread.
 `zookeeper_session.py` uses kazoo's public interface.
 
 Rules:
-    1. A request for a session that is not answered is sent again soon. A ZooKeeper that is just
-       starting may never answer the first request, and kazoo would wait for a session timeout.
-    2. The session timeout that ZooKeeper has granted is stored here; kazoo does not report it.
-    3. While the event loop hangs, no heartbeat is sent and no new connection is opened, so that the
-       session expires (`watchdog.py`). The loop sends all other requests, so none of them is sent.
+    1. A request for a session is sent again soon if ZooKeeper does not answer. A ZooKeeper server
+       that is just starting may never answer the first request. kazoo would wait for a whole
+       session timeout.
+    2. This module stores the session timeout that ZooKeeper has granted, because kazoo does not
+       report it.
+    3. While the event loop hangs, kazoo's thread sends no heartbeat and opens no connection, so
+       that the session expires (`watchdog.py`). All other requests come from the loop, so none of
+       them is sent either.
     4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
        `gaierror`. Without this rule, kazoo's thread would end permanently if the process has no
        file descriptor left.
-    5. A host whose lookup is slow does not delay the connection to the others; kazoo looks all of
-       them up first. Until the lookup ends, the addresses from the last lookup are used.
+    5. A slow lookup of one host name does not delay the connection to other hosts. kazoo would wait
+       until all host names are resolved. Until a slow lookup ends, the addresses from the last
+       lookup are used.
 """
 
 import logging
@@ -33,8 +37,8 @@ from waltz_core.transport import dns_lookup
 
 _log = logging.getLogger(__name__)
 
-# For rule 1: the first wait is short, and each next one doubles, up to the time that any usable
-# ZooKeeper needs.
+# For rule 1: the first wait is short. Each following wait is twice as long, up to a maximum that is
+# sufficient for any usable ZooKeeper.
 SESSION_ANSWER_TIMEOUT_S_MIN: Final = 0.5
 SESSION_ANSWER_TIMEOUT_S_MAX: Final = 3.0
 # For rule 5: longer than a working DNS server needs.
@@ -95,7 +99,7 @@ class KazooHooks:
         while pending and not self._addresses and all(lookup.exception() for lookup in done):
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for host, lookup in lookups.items():
-            if lookup.done() and lookup.exception() is None:  # its callback may still have to run
+            if lookup.done() and lookup.exception() is None:  # its callback may not have run yet
                 self._addresses[host] = lookup.result()
         addresses = [
             (host.strip(), address, port)

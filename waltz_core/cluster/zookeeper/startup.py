@@ -1,12 +1,13 @@
 """Repeats the steps of a daemon's start while ZooKeeper does not answer, and logs the reason.
 
-Servers and storages use this module. After the start, they wait for ZooKeeper in any case
+Servers and storages use this module. After the start, they wait for ZooKeeper without a limit
 (`node_access.py`, `follow`).
 
 Rules:
-    1. A step that ZooKeeper does not answer is repeated until `zookeeper_connect_timeout_ms` after
-       its first failure. A permanent error (no cluster, no permission) ends the start at once.
-    2. While a step waits, the log has `zookeeper.waiting` every `LOG_EVERY_S` seconds.
+    1. If ZooKeeper does not answer a step, the step is repeated until
+       `zookeeper_connect_timeout_ms` after its first failure. A permanent error, such as a missing
+       cluster or permission, ends the start at once.
+    2. While a step waits, the daemon logs `zookeeper.waiting` every `LOG_EVERY_S` seconds.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ ResultT = TypeVar("ResultT")
 
 @contextlib.asynccontextmanager
 async def connect_daemon(config: ServerConfig | StorageConfig) -> AsyncIterator[Coordinator]:
-    """Connect with a daemon's settings, and close the session at the end.
+    """Connect with a daemon's settings, and close the session at the end of the block.
 
     Raises like `zookeeper_session.connect`.
     """
@@ -70,7 +71,7 @@ async def retry_start_step(
 
 @contextlib.contextmanager
 def _log_while_waiting(what: str, last_error: list[str]) -> Iterator[None]:
-    """Log every `LOG_EVERY_S` that the body still waits, with the error in `last_error[0]`."""
+    """Log every `LOG_EVERY_S` that the block still waits, with the error in `last_error[0]`."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 

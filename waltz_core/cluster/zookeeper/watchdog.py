@@ -1,22 +1,24 @@
 """Ends a process's session with ZooKeeper when its event loop hangs.
 
-In a real process, kazoo's threads keep the session alive whatever the event loop does, so the
-session would not show that the process works. The simulator runs the watchdog, too.
+Without the watchdog, kazoo's threads would keep the session alive while the event loop hangs, and
+the hanging server would keep its partitions. The simulator runs the watchdog, too.
 
 Rules:
-    1. The event loop calls `beat` regularly. The thread that keeps the session checks before each
-       heartbeat to ZooKeeper whether it may send it.
-    2. The thread may not send it if the loop has not called `beat` for a session timeout. The
-       session then expires, and the partitions move, between 5/3 and 7/3 of a session timeout after
-       the last beat.
-    3. A process that was stopped as a whole (SIGSTOP, a paused virtual machine) does not count as
-       hanging. After a gap in its own checks, the thread may send one heartbeat. The loop must call
+    1. The event loop calls `beat` regularly. Before each heartbeat to ZooKeeper, the thread that
+       keeps the session alive queries the watchdog.
+    2. The thread may not send a heartbeat if the loop has not called `beat` for a session timeout.
+       The session then expires, and the partitions move, between 5/3 and 7/3 of a session timeout
+       after the last call of `beat`.
+    3. A process that was stopped as a whole, by SIGSTOP or in a paused virtual machine, does not
+       count as hanging. A long gap between two checks of the thread shows that the thread itself
+       was stopped. After such a gap, the thread may send one heartbeat, and the loop must call
        `beat` before the next check.
 """
 
 from typing import Final
 
-# The number of beats in one session timeout. The thread checks about three times in this time.
+# The number of calls of `beat` in one session timeout. The thread checks about three times in this
+# time.
 BEATS_PER_TIMEOUT: Final = 10
 # A longer gap between two checks, as a share of the session timeout, means that the thread itself
 # did not run (rule 3).
@@ -26,8 +28,8 @@ PAUSED_GAP_SHARE: Final = 0.75
 class Watchdog:
     """Decides whether a session may continue; see the module's rules.
 
-    Two threads use it; each attribute is written by one of them. Times are milliseconds of any
-    monotonic clock.
+    Two threads use a watchdog, and each attribute is written by only one of them. Times are
+    milliseconds of any monotonic clock.
     """
 
     def __init__(self, timeout_ms: int, now_ms: int) -> None:

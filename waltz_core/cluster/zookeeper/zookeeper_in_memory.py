@@ -1,12 +1,12 @@
 """ZooKeeper in memory: the same nodes, versions, sessions and watches, with injected faults.
 
-Tests and the simulator inject any failure at a chosen moment. The module implements only
-`znodes.Znodes`, and the tests for the real ZooKeeper cover it, too.
+With this module, tests and the simulator inject a failure at a chosen moment. The tests of the
+interface `znodes.Znodes` run with this module and with a real ZooKeeper.
 
 Rules:
     1. No method waits: each returns or raises at once.
     2. Watches fire after the write is complete, in the order in which they were set.
-    3. A callback that writes does not overtake callbacks that are due already.
+    3. If a callback writes, the watches of this write fire after those that are already due.
     4. Time does not advance until `advance` is called.
 """
 
@@ -93,7 +93,9 @@ class MemoryZooKeeper:
         """Advance the time of all sessions."""
         self.now_ms += ms
         due = [signal for at_ms, signal in self._later if at_ms <= self.now_ms]
-        self._later = [each for each in self._later if each[0] > self.now_ms]
+        self._later = [
+            delayed_signal for delayed_signal in self._later if delayed_signal[0] > self.now_ms
+        ]
         for signal in due:
             signal.set()
 
@@ -115,8 +117,12 @@ class MemoryZooKeeper:
     def child_names(self, path: str) -> tuple[str, ...]:
         """Return the sorted names of a node's children."""
         prefix = "/" if path == "/" else f"{path}/"
-        rest = (p[len(prefix) :] for p in self._nodes if p.startswith(prefix) and p != path)
-        return tuple(sorted(name for name in rest if "/" not in name))
+        relative_paths = (
+            path_text[len(prefix) :]
+            for path_text in self._nodes
+            if path_text.startswith(prefix) and path_text != path
+        )
+        return tuple(sorted(name for name in relative_paths if "/" not in name))
 
     def apply_operations(self, operations: Sequence[Operation], owner: int) -> list[int]:
         """Do all operations or none, then fire the watches; return the new versions."""
@@ -167,7 +173,8 @@ class MemoryZooKeeper:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent is ephemeral")
         path = operation.path
         if operation.is_sequential:
-            # The number of children ever created: cversion counts these and the deleted ones.
+            # The number of children that were ever created. cversion also counts the deleted
+            # children.
             parent_path = _parent(operation.path)
             created_count = (parent.cversion + len(self.child_names(parent_path))) // 2
             path += f"{created_count:010d}"
@@ -199,7 +206,8 @@ class MemoryZooKeeper:
         for path in touched:
             for session in self._sessions:
                 self._due.extend(session.watches.of_data.pop(path, ()))
-                # NB: a child's change of data fires, too; an unnecessary signal is harmless.
+                # NB: a change of a child's data also sets these signals, which is unnecessary but
+                # harmless.
                 self._due.extend(session.watches.of_children.pop(_parent(path), ()))
         if self._is_firing:
             return  # rule 3
@@ -238,7 +246,7 @@ class MemorySession:
         self._change_state(SessionState.LOST)
 
     def resume(self) -> None:
-        """Connect again: with the same session, or with a new one after `expire`."""
+        """Connect again, with the same session or, after `expire`, with a new one."""
         if self._state is SessionState.LOST:
             self._number = self._zookeeper.next_session_number()
         self._change_state(SessionState.CONNECTED)

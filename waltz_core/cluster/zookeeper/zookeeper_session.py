@@ -1,16 +1,17 @@
 """A session with a real ZooKeeper, through kazoo.
 
-kazoo has its own threads and calls back on them. Only this module passes results from there to the
-event loop, so no other module needs locks. `kazoo_connection.py` has the code on kazoo's thread.
+kazoo runs callbacks on its own threads. Only this module passes their results to the event loop, so
+no other module needs locks. The code of `kazoo_connection.py` runs on kazoo's threads.
 
 Rules:
     1. kazoo's callbacks only pass results to the event loop, by `call_soon_threadsafe`.
-    2. A write is sent only while there is a connection. Without a connection, the write waits
-       within the timeout; if it times out then, it was certainly never sent.
-    3. Every wait has a timeout. A write that was sent and not answered has an unknown outcome; a
-       read that was not answered has failed.
+    2. A write is sent only while there is a connection, and otherwise waits for one. So if a write
+       times out without a connection, it was certainly never sent.
+    3. Every wait has a timeout. If ZooKeeper does not answer a write that was sent, the outcome of
+       the write is unknown. A read without an answer has failed.
     4. kazoo never gets version -1, which would mean "any".
-    5. The session lives while the event loop runs: a loop that hangs loses it (`watchdog.py`).
+    5. The session exists only while the event loop runs: if the loop hangs, the session expires
+       (`watchdog.py`).
 """
 
 import asyncio
@@ -106,9 +107,9 @@ OTHER_OPERATION_ERRORS = (RolledBackError, RuntimeInconsistency)
 
 _log = logging.getLogger(__name__)
 
-# kazoo logs each attempt to connect, several a second while no ZooKeeper answers, without a host. A
-# session logs the beginning and the end of such a time. The level of this logger enables kazoo's
-# lines.
+# While no ZooKeeper answers, kazoo logs several attempts per second, without the host. Instead, a
+# session logs the beginning and the end of an outage. Set the level of this logger to see kazoo's
+# own log lines.
 logger = logging.getLogger("waltz_core.kazoo")
 logger.addHandler(logging.NullHandler())
 if logger.level == logging.NOTSET:
@@ -126,9 +127,9 @@ async def connect(
 ) -> Coordinator:
     """Open a session for the cluster that a connect string names; the caller must close it.
 
-    Raises BadConfig for an invalid connect string or auth file, CoordinatorUnavailable if no
-    ZooKeeper answers within `connect_timeout_ms`. The first read shows whether the cluster exists
-    and may be read.
+    Raises BadConfig for an invalid connect string or auth file, and CoordinatorUnavailable if no
+    ZooKeeper answers within `connect_timeout_ms`. This function does not check that the cluster
+    exists; the first read does.
     """
     connect_string = text if isinstance(text, ConnectString) else parse_connect_string(text)
     session = ZooKeeperSession(
@@ -167,9 +168,12 @@ async def open_session(
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
     """Set the access lists of an auth file on a cluster's znodes; return their number.
 
-    Raises BadConfig if the connect string names no auth file, or if ZooKeeper denies the change.
-    The same holds if the auth file is that of a member, or does not name the members of a cluster
-    with two users.
+    Raises BadConfig in these cases:
+
+        - The connect string names no auth file.
+        - ZooKeeper denies the change.
+        - The auth file is that of a member.
+        - The cluster has two users, and the auth file does not name the members.
     """
     connect_string = parse_connect_string(text)
     credentials = _read_credentials(connect_string)
@@ -193,9 +197,10 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
 
 
 class ZooKeeperSession:
-    """One session; implements `znodes.Znodes`. It belongs to the event loop that opened it.
+    """One session; implements `znodes.Znodes`.
 
-    `root` is the root of the cluster; the access list of a node depends on its path below the root.
+    The session belongs to the event loop that opened it. `root` is the root of the cluster; the
+    access list of a node depends on its path below the root.
     """
 
     def __init__(
@@ -300,7 +305,7 @@ class ZooKeeperSession:
             try:
                 data, stat = await self._read(lambda: self._client.get_async(path, watch), path)
             except NoNodeError:
-                # A failed read sets no watch; a check for existence does.
+                # Reading a missing node sets no watch, but a check for existence does.
                 if not watch or not await self._exists(path, watch):
                     return None
             else:
@@ -361,10 +366,10 @@ class ZooKeeperSession:
         """End the session."""
         if self._is_closed:
             return
-        done = self._stop()
+        stopped = self._stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_MS / 1000):
-                await done.wait()
+                await stopped.wait()
 
     def _stop(self) -> asyncio.Event:
         """Begin to close the session; the returned event is set when kazoo's threads have ended."""
@@ -372,7 +377,7 @@ class ZooKeeperSession:
         self._callbacks.clear()
         self._client.remove_listener(self._on_kazoo_state)
         self._change_state(SessionState.LOST)
-        done = asyncio.Event()
+        stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -380,15 +385,14 @@ class ZooKeeperSession:
             with contextlib.suppress(Exception):
                 self._client.stop()
                 self._client.close()
-            _call_soon(loop, done.set)
+            _call_soon(loop, stopped.set)
 
-        # A separate thread, not one of the loop's pool: the end of the loop would wait for the
-        # pool.
+        # A separate thread, because the end of the event loop would wait for a thread of its pool.
         try:
             threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
         except RuntimeError:  # Python 3.12 and later start no thread during exit.
             stop()
-        return done
+        return stopped
 
     # --- the session's state
 
@@ -427,7 +431,7 @@ class ZooKeeperSession:
             signal.set()
 
     def _log_change(self, state: SessionState, *, is_same: bool) -> None:
-        """Log one line when the connection is lost, and one when it is back."""
+        """Log one line when the connection is lost, and one line when it is restored."""
         if state is SessionState.CONNECTED and self._disconnected_ms is not None:
             disconnected_ms, self._disconnected_ms = clock_ms() - self._disconnected_ms, None
             session = "same" if is_same else "new"
@@ -520,7 +524,7 @@ class ZooKeeperSession:
         return 1 + sum([await self.protect(f"{path}/{name}") for name in names])
 
     async def reset_access_list(self, path: str) -> None:
-        """Set the access list of a node to that of a new node."""
+        """Give a node the access list of a new node."""
         if self._credentials is not None:
             await self._try_set_acl(path)
 
@@ -568,8 +572,11 @@ class ZooKeeperSession:
         if credentials is None or not credentials.has_one_user:
             return
         name = credentials.user.name
-        # NB: a line without "a" does not suffice: members could write the permissions.
-        administrators = {each.identity for each in credentials.grants if "a" in each.permissions}
+        # NB: only a line with permission "a" names an administrator. With other lines, members
+        # could write the permissions.
+        administrators = {
+            grant.identity for grant in credentials.grants if "a" in grant.permissions
+        }
         for identity in sorted(await self._read_member_users()):
             member = identity.partition(":")[0]
             # Without the permission "a", ZooKeeper shows no hash.
@@ -598,9 +605,9 @@ class ZooKeeperSession:
                 acl, _ = await self._read(partial(self._client.get_acls_async, path), path)
                 users.append(
                     {
-                        each.id.id
-                        for each in acl
-                        if each.id.scheme == DIGEST_SCHEME and each.perms == expected
+                        acl_entry.id.id
+                        for acl_entry in acl
+                        if acl_entry.id.scheme == DIGEST_SCHEME and acl_entry.perms == expected
                     }
                 )
         return set.intersection(*users) if users else set()
@@ -618,17 +625,18 @@ class ZooKeeperSession:
         if self._credentials is None:
             return list(OPEN_ACL_UNSAFE)
         return [
-            _acl_entry(each) for each in self._credentials.access_list_of(self._znode_row(path))
+            _acl_entry(permission)
+            for permission in self._credentials.access_list_of(self._znode_row(path))
         ]
 
 
 def _utc_now() -> str:
-    """Return the time in UTC, for applications whose log format has no time."""
+    """Return the time in UTC, because the log format of an application may not contain it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 class _KazooSignal:
-    """An event of the loop that kazoo's threads may set; its waits are limited."""
+    """An event of the event loop that kazoo's threads may set; each wait has a timeout."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -646,8 +654,8 @@ class _KazooSignal:
                 await self._event.wait()
 
     def on_kazoo_event(self, _event: object) -> None:
-        # On kazoo's thread. NB: it must be the same callable for a signal each time, because kazoo
-        # keeps a set of callables for each path; bound methods of one object are equal.
+        # On kazoo's thread. NB: kazoo keeps a set of callables for each path, so each call for a
+        # signal must register an equal callable. Bound methods of one object are equal.
         _call_soon(self._loop, self._event.set)
 
 
@@ -691,7 +699,8 @@ def _add_operation(
     match operation:
         case CreateNode(path, data, is_ephemeral, is_sequential):
             flags = EPHEMERAL_FLAG * is_ephemeral | SEQUENTIAL_FLAG * is_sequential
-            # Not request.create, which cannot create a node without data.
+            # `request.create` cannot create a node without data, so this code appends the request
+            # itself.
             request.operations.append(CreateRequest(path, data, acl_of(path), flags))
         case SetNode(path, data, version):
             assert version >= 0  # rule 4

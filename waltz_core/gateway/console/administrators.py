@@ -1,7 +1,8 @@
 """Checks whether the caller of a request is an administrator of the cluster.
 
-Servers and storages check the permissions of all other requests. The gateway checks them itself if
-a change uses its user in ZooKeeper, or if no member answers, so that no member checks the token.
+Normally, servers and storages (the members of the cluster) check the token and the permissions of
+the caller. The gateway checks them itself in two cases: if a change uses the gateway's user in
+ZooKeeper, and if no member answers.
 """
 
 from typing import Final
@@ -21,7 +22,7 @@ def check_administrator(permissions: Permissions, token_hash: str, action: str) 
 
     Raises:
         AuthenticationFailed: the token is not valid.
-        PermissionDenied: the principal does not have the verb administer for all partitions.
+        PermissionDenied: the principal does not have the verb `administer` for all partitions.
     """
     principal = _principal_of(permissions, token_hash)
     if Grants(permissions).for_principal(principal).missing_verb(_REQUIRED, None) is not None:

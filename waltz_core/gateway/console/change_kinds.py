@@ -1,9 +1,10 @@
-"""The changes that the console offers: their parameters, and the commands that they correspond to.
+"""The changes that the console offers, with their parameters and the corresponding commands.
 
 Rules:
-    1. Each change is a subcommand of `waltz-core cluster` with the same name, and calls the same
-       function. So the audit log, findings and the console use one language.
-    2. A command that can lose data is not offered. The page of the finding shows it as a command.
+    1. Each change corresponds to a subcommand of `waltz-core cluster`, with the same name and the
+       same function. So the audit log, the findings and the console use the same words.
+    2. The console does not offer a change that can lose data. The page of findings shows the
+       command instead.
 """
 
 import re
@@ -25,7 +26,7 @@ _ChangeFunction: TypeAlias = Callable[..., Awaitable[ChangeResult]]
 
 
 class ParameterKind(Enum):
-    """The values that a parameter has; the page offers the known storages and servers."""
+    """The kind of a parameter's value; the page offers a list of the known storages and servers."""
 
     STORAGE = "storage"
     SERVER = "server"
@@ -35,14 +36,14 @@ class ParameterKind(Enum):
 
 
 class ChangeParameter(NamedTuple):
-    """One parameter: its name, its keyword in the function, and its option if it is no argument."""
+    """One parameter: its name, its keyword in the function, and its option (none: an argument)."""
 
     name: str
     keyword: str
     kind: ParameterKind
     text: str
     option: str = ""
-    is_list: bool = False  # the function takes several values, the console one
+    is_list: bool = False  # the function accepts several values, the console only one
 
     @property
     def is_required(self) -> bool:
@@ -65,17 +66,17 @@ class ChangeKind(NamedTuple):
     def command_words(self, arguments: Mapping[str, str]) -> list[str]:
         """Return the words of the subcommand with these arguments, as users type them."""
         command_parts = ["cluster", self.name]
-        for each in self.parameters:
-            value = arguments.get(each.name, "")
+        for parameter in self.parameters:
+            value = arguments.get(parameter.name, "")
             if value:
-                command_parts += [each.option, value] if each.option else [value]
+                command_parts += [parameter.option, value] if parameter.option else [value]
         return command_parts
 
     def keyword_arguments(self, arguments: Mapping[str, str]) -> dict[str, Any]:
         """Return the keyword arguments for the function; raises RequestRejected."""
         return {
-            each.keyword: _parse_value(each, arguments.get(each.name, ""))
-            for each in self.parameters
+            parameter.keyword: _parse_value(parameter, arguments.get(parameter.name, ""))
+            for parameter in self.parameters
         }
 
 
@@ -224,7 +225,7 @@ def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
     kind = CHANGE_KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise RequestRejected("field name", expected=", ".join(CHANGE_KINDS), found=name)
-    parameter_names = [each.name for each in kind.parameters]
+    parameter_names = [parameter.name for parameter in kind.parameters]
     if not isinstance(arguments, dict) or not set(arguments) <= set(parameter_names):
         raise RequestRejected(
             "field arguments",
@@ -240,9 +241,9 @@ def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
 
 
 def change_in_command(command: str) -> dict[str, Any] | None:
-    """Return the change that a command of a finding makes; None if the console does not offer it.
+    """Return the change for the command of a finding; None if the console does not offer it.
 
-    A placeholder of the command is an empty argument.
+    A placeholder in the command becomes an empty argument.
     """
     try:
         command_parts = shlex.split(command)
@@ -257,11 +258,15 @@ def change_in_command(command: str) -> dict[str, Any] | None:
         return None
     option_values, arguments = _options_and_arguments(command_parts[3:])
     option_values.pop("--connect", None)
-    required = [each for each in kind.parameters if not each.option]
-    options = {each.option: each.name for each in kind.parameters if each.option}
+    required = [parameter for parameter in kind.parameters if not parameter.option]
+    options = {
+        parameter.option: parameter.name for parameter in kind.parameters if parameter.option
+    }
     if len(arguments) != len(required) or not option_values.keys() <= options.keys():
         return None
-    values_by_name = {each.name: word for each, word in zip(required, arguments, strict=True)}
+    values_by_name = {
+        parameter.name: word for parameter, word in zip(required, arguments, strict=True)
+    }
     values_by_name |= {options[name]: value for name, value in option_values.items()}
     return {
         "name": kind.name,

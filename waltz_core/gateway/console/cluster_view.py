@@ -1,19 +1,19 @@
 """The state of the cluster as JSON for the console: members, partitions, replicas and findings.
 
 Rules (decision 069):
-    1. Servers and storages are queried with the token of the caller. A member that denies the
-       requests has the state "unknown". If members deny the caller and no server answers, the
-       gateway denies the whole request.
-    2. ZooKeeper is read through the session of the gateway (`snapshot_reader.py`). If it does not
-       answer, the view has the members of the last read, with the error.
-    3. A query waits `TIMEOUT_S` for each answer, because the page shows a failure within seconds.
-       Storages read no records for it.
+    1. Servers and storages (the members) are queried with the token of the caller. If a member
+       denies the query, its state is "unknown". If members deny the caller and no server answers,
+       the gateway denies the whole request.
+    2. ZooKeeper is read through the session of the gateway (`snapshot_reader.py`). If ZooKeeper
+       does not answer, the view contains the members of the last read, and the error.
+    3. A query waits only `TIMEOUT_S` for each answer, so that the page shows a failure within
+       seconds. It causes no reads of records on storages.
     4. Concurrent requests of one caller share one answer or error. The answer is reused for a short
        time, at least for as long as the query took. So many open pages cause no more queries than
-       one.
-    5. If no member answers, no member has checked the token of the caller. Then the gateway checks
-       that the caller's principal may administer all partitions.
-    6. Findings do not show the paths of the gateway's files. Commands have placeholders for them.
+       one page.
+    5. If no member answers, no member has checked the token of the caller. In this case, the
+       gateway itself checks that the caller's principal may administer all partitions.
+    6. Findings do not contain paths of the gateway's files; commands contain placeholders instead.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class SharedAnswers(Generic[AnswerT]):
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def get(self, caller: str, query: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-        """Return the recent answer for a caller; without one, query it."""
+        """Return the recent answer for a caller; if there is none, run the query."""
         lock = self._locks.setdefault(caller, asyncio.Lock())
         async with lock:
             self._forget_old_answers()
@@ -123,7 +123,7 @@ class ClusterViewer:
             PermissionDenied, AuthenticationFailed: the caller has no permission.
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
         """
-        # NB: not in the task group, which would wrap its error in an ExceptionGroup.
+        # NB: this call is not in the task group, which would wrap its error in an ExceptionGroup.
         snapshot, error = await self._reader.read()
         async with asyncio.TaskGroup() as tasks:
             zookeepers = tasks.create_task(query_zookeeper_servers(self._address, TIMEOUT_S))
@@ -150,7 +150,7 @@ class ClusterViewer:
     async def findings(self, token_hash: str) -> Fields:
         """Return the findings of the doctor, with the changes that the console can make.
 
-        Raises PermissionDenied, AuthenticationFailed, CoordinatorUnavailable as `view`.
+        Raises PermissionDenied, AuthenticationFailed and CoordinatorUnavailable, like `view`.
         """
         address = self._address
         placeholder = str(
@@ -166,7 +166,7 @@ class ClusterViewer:
         await self._check_permitted(facts.cluster, token_hash)
         return {
             "time_ms": now_ms(),
-            "findings": [self._finding_fields(each) for each in lasting_problems],
+            "findings": [self._finding_fields(finding) for finding in lasting_problems],
         }
 
     def _finding_fields(self, finding: Finding) -> Fields:
@@ -200,17 +200,17 @@ class ClusterViewer:
 def _has_answer(cluster: ClusterFacts) -> bool:
     """Return whether a member has answered the caller, and so has checked its token."""
     storages = cluster.storages.values()
-    return any(not each.failure for each in cluster.servers.values()) or any(
-        not each.failure and not each.admin_failure for each in storages
+    return any(not member.failure for member in cluster.servers.values()) or any(
+        not member.failure and not member.admin_failure for member in storages
     )
 
 
 def _check_not_denied(cluster: ClusterFacts) -> None:
     """Raise PermissionDenied if the members deny the caller (rule 1)."""
     servers, storages = cluster.servers.values(), cluster.storages.values()
-    denials = [each.failure for each in servers if each.is_denied]
-    denials += [each.admin_failure or each.failure for each in storages if each.is_denied]
-    if denials and all(each.failure for each in servers):
+    denials = [member.failure for member in servers if member.is_denied]
+    denials += [member.admin_failure or member.failure for member in storages if member.is_denied]
+    if denials and all(member.failure for member in servers):
         raise errors.PermissionDenied(
             f"{denials[0]}. Hint: to see the cluster, the principal of your token needs "
             "the verb administer for all partitions (docs/console.md)."
@@ -221,7 +221,7 @@ def _check_not_denied(cluster: ClusterFacts) -> None:
 
 
 def _by_address(members: Iterable[MemberT]) -> list[MemberT]:
-    """Return members in a fixed order, so that the page does not move them."""
+    """Return members sorted by address, so that their order on the page does not change."""
     return sorted(members, key=lambda each: each.address)
 
 
@@ -243,8 +243,8 @@ def _server_fields(server: ServerFacts) -> Fields:
         "state": _member_state(server.failure, is_denied=server.is_denied),
         "error": server.failure or "; ".join(server.connection_errors),
         "latency_ms": server.latency_ms,
-        "open": sorted(each for each, is_open in served.items() if is_open),
-        "not_open": sorted(each for each, is_open in served.items() if not is_open),
+        "open": sorted(partition_id for partition_id, is_open in served.items() if is_open),
+        "not_open": sorted(partition_id for partition_id, is_open in served.items() if not is_open),
         "preferred": sorted(server.preferred_partitions),
         "unreachable_storages": sorted(server.unreachable_storages),
     }
@@ -261,7 +261,9 @@ def _storage_fields(cluster: ClusterFacts, storage: StorageFacts) -> Fields:
     failure = storage.failure or storage.admin_failure
     if not storage.belongs_to_cluster:
         failure = OTHER_CLUSTER_TEXT
-    assigned = [each for each in cluster.assigned_replicas.values() if storage.address in each]
+    assigned = [
+        replicas for replicas in cluster.assigned_replicas.values() if storage.address in replicas
+    ]
     return {
         "address": storage.address,
         "group": cluster.storage_groups.get(storage.address),
@@ -278,11 +280,11 @@ def _storage_fields(cluster: ClusterFacts, storage: StorageFacts) -> Fields:
 
 
 def _append_latency_ms(cluster: ClusterFacts, storage: ReplicaId) -> float | None:
-    """Return the highest median of all servers."""
+    """Return the append latency of a storage: the highest of the servers' medians."""
     medians_us = [
-        each.append_latencies[storage][1]
-        for each in cluster.servers.values()
-        if storage in each.append_latencies
+        server.append_latencies[storage][1]
+        for server in cluster.servers.values()
+        if storage in server.append_latencies
     ]
     return max(medians_us) / 1000 if medians_us else None
 
@@ -293,7 +295,7 @@ def _append_latency_ms(cluster: ClusterFacts, storage: ReplicaId) -> float | Non
 def _partition_fields(cluster: ClusterFacts, partition_id: PartitionId) -> Fields:
     condition = PartitionCondition(cluster, partition_id)
     facts, owner = condition.facts, condition.owner
-    # In a fixed order, so that the page does not move them.
+    # Sorted, so that the order on the page does not change.
     replicas = [
         _replica_fields(cluster, condition, each) for each in sorted(condition.assigned_replicas)
     ]
@@ -314,7 +316,8 @@ def _partition_state(condition: PartitionCondition, available: int) -> str:
     """Return the state of a partition; `available` is its number of available replicas.
 
     An owner without a quorum keeps its session open for a while, but cannot confirm a high-water
-    mark. If it can, it reaches storages that the gateway does not reach.
+    mark. If it confirms a mark, the partition has a quorum, even if the gateway itself cannot
+    connect to these storages.
     """
     if condition.owner is None:
         return "no_owner"

@@ -1,10 +1,10 @@
 """The routes of the console: each checks its request, and returns the JSON that the pages show.
 
 Rules:
-    1. The pages need no permission. Each request for JSON has the token of the caller, like the
-       other requests of the gateway (decision 066).
-    2. These operations belong to the pages of the same version. They are not in the OpenAPI
-       document, and may change with each release.
+    1. The pages themselves need no permission. Each request for JSON contains the token of the
+       caller, like the other requests of the gateway (decision 066).
+    2. These operations are only for the pages of the same version. They may change with each
+       release, and are not in the OpenAPI document.
 """
 
 import asyncio

@@ -17,8 +17,8 @@ def hex_dump(data: bytes, *, start: int = 0, characters_max: int) -> tuple[str, 
     line_count = max(0, characters_max // _LINE_CHARACTERS)
     end = start + LINE_BYTES * line_count
     lines = [
-        _dump_line(data[at : at + LINE_BYTES], at)
-        for at in range(start, min(end, len(data)), LINE_BYTES)
+        _dump_line(data[offset : offset + LINE_BYTES], offset)
+        for offset in range(start, min(end, len(data)), LINE_BYTES)
     ]
     return "\n".join(lines), len(data) > end
 

@@ -1,9 +1,10 @@
 """Decodes untrusted MessagePack to JSON text, with limits on depth and size.
 
-The package msgpack decodes a complete payload before it returns. This reader stops when it has
-enough text, so a large payload does not delay the gateway.
+The package msgpack always decodes a complete payload. This reader stops when it has enough text, so
+that a large payload does not delay the gateway.
 
-JSON lacks some values of MessagePack. They are shown as objects with one marked key:
+JSON has no form for some values of MessagePack. They become objects with a key that begins with
+"$":
 
     bytes                                    {"$bytes": "<base64>"}
     a timestamp (extension -1)               {"$timestamp": "2026-11-30T10:00:00Z"}
@@ -13,13 +14,13 @@ JSON lacks some values of MessagePack. They are shown as objects with one marked
     with a repeated key
 
 Rules:
-    1. Only a complete map or array is recognized as MessagePack. Numbers and texts are not, because
-       any byte is a valid small integer.
-    2. Before a length is used, it is compared with the number of bytes that follow. An element has
+    1. Only a payload that is one map or array is recognized as MessagePack. Single numbers and
+       texts are not recognized, because nearly any byte is a valid small integer.
+    2. Before a length is used, it is compared with the number of remaining bytes. An element takes
        at least one byte, so a short payload cannot claim a large count.
     3. The reader stops when the text has reached its limit. It does not check the bytes after
        this position.
-    4. The depth is at most `DEPTH_MAX`, and the key of a map is not a map or an array.
+    4. At most `DEPTH_MAX` levels are nested. The key of a map must not be a map or an array.
 """
 
 import base64
@@ -48,7 +49,7 @@ _NUMBERS: Final = {
     0xD2: struct.Struct(">i"),
     0xD3: struct.Struct(">q"),
 }
-# Code: the number of bytes of the length that follows.
+# For each code, the size in bytes of the length that follows the code.
 _BYTES_CODES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _EXTENSION_CODES: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _FIXED_EXTENSIONS: Final = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # code: length
@@ -64,7 +65,7 @@ class _NotMessagePack(ValueError):
 def message_pack_to_json(data: bytes, *, characters_max: int) -> tuple[str, bool] | None:
     """Return a payload as JSON text, and whether values are missing at its end (rule 3).
 
-    The text may be longer than `characters_max`, because characters in it may be escaped. Return
+    The text may be longer than `characters_max`, because it may contain escaped characters. Returns
     None if the payload is not one map or array in MessagePack (rule 1).
     """
     if not data or not _is_container(data[0]):
@@ -96,7 +97,7 @@ class _Reader:
         return self._characters_left <= 0
 
     def read_value(self, depth: int) -> Any:  # noqa: ANN401 - any JSON value
-        """Return the next value; the end of a container is missing if the text is full."""
+        """Return the next value; if the text is full, the end of a container is missing."""
         code = self._take(1)[0]
         self._characters_left -= 2  # a short value and a comma
         if _is_container(code):
@@ -174,7 +175,7 @@ class _Reader:
         try:
             return part.decode("utf-8")
         except UnicodeDecodeError as error:
-            # The limit may be inside of a character, which has up to 4 bytes.
+            # The limit may be in the middle of a character, which has up to 4 bytes.
             if is_cut and error.reason == "unexpected end of data":
                 return part[: error.start].decode("utf-8")
             raise _NotMessagePack("a text that is not UTF-8") from error
@@ -186,9 +187,9 @@ class _Reader:
         kind = int.from_bytes(self._take(1), "big", signed=True)
         if kind == _TIMESTAMP_TYPE and length in (4, 8, 12):
             part = self._take(length)
-            moment = _iso_timestamp(part)
-            if moment is not None:
-                return {"$timestamp": moment}
+            time_text = _iso_timestamp(part)
+            if time_text is not None:
+                return {"$timestamp": time_text}
             return {"$extension": kind, "$bytes": base64.b64encode(part).decode("ascii")}
         return {"$extension": kind, "$bytes": self._read_base64(length)}
 
@@ -196,7 +197,7 @@ class _Reader:
         return int.from_bytes(self._take(size), "big")
 
     def _take_shown(self, length: int) -> tuple[bytes, bool]:
-        """Take bytes of a text or of binary data; return at most the part that fits the text."""
+        """Consume bytes of a text or of binary data; return the part that fits into the text."""
         self._check_length(length)
         part = self._data[self.at : self.at + min(length, max(0, self._characters_left))]
         self.at += length
@@ -225,8 +226,8 @@ def _iso_timestamp(part: bytes) -> str | None:
     if nanoseconds >= _NANOSECONDS:
         return None
     try:
-        moment = _EPOCH + timedelta(seconds=seconds)
+        time = _EPOCH + timedelta(seconds=seconds)
     except OverflowError:
         return None
     fraction = f".{nanoseconds:09d}".rstrip("0") if nanoseconds else ""
-    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
+    return f"{time:%Y-%m-%dT%H:%M:%S}{fraction}Z"

@@ -1,7 +1,7 @@
 """Decodes payloads to text for display.
 
-The log does not interpret payloads, so the format is recognized from the bytes. A payload has the
-first of these formats that it fits:
+The log does not store the format of a payload, so this module guesses the format from the bytes. It
+tries these formats in this order, and uses the first one that fits:
 
     empty        no bytes
     encrypted    an envelope of `encryption/envelopes.py`; the text states its key ID and sizes
@@ -16,10 +16,10 @@ first of these formats that it fits:
 
 Rules:
     1. Every payload has a text: no payload raises an error.
-    2. A text has at most `bytes_max` bytes in UTF-8, and no unpaired surrogate. `is_shortened`
-       states that the text does not show the complete payload.
-    3. The work is bounded by `bytes_max`, apart from copies of the payload, and from one
-       decompression of at most 4 MiB. Neither the schema registry nor encryption keys are used.
+    2. A text has at most `bytes_max` bytes in UTF-8, and no unpaired surrogate. If the text does
+       not show the complete payload, `is_shortened` is true.
+    3. Apart from copies of the payload, and one decompression of at most 4 MiB, the work is
+       proportional to `bytes_max`. Neither the schema registry nor encryption keys are used.
     4. A payload over `bytes_max` is never `json`, because a part of a JSON text is not valid JSON.
 """
 
@@ -121,7 +121,7 @@ def _describe_envelope(data: bytes, bytes_max: int) -> PayloadText:
 def _schema_id_of(data: bytes) -> int:
     """Return the ID in a schema prefix; 0 if there is none.
 
-    Registries assign IDs from 1 on. A prefix with ID 0 is more likely a part of a binary integer.
+    Registries assign IDs from 1 on. A prefix with ID 0 is probably a part of a binary integer.
     """
     if data[0] != schema_prefix.MAGIC_BYTE:
         return 0
@@ -148,7 +148,7 @@ def _json_text(data: bytes) -> str | None:
 
 def _json_depth(text: str) -> int:
     brackets = _BRACKET.findall(_JSON_STRING.sub("", text))
-    return max(accumulate(1 if each in "[{" else -1 for each in brackets), default=0)
+    return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)
 
 
 def _reject_constant(word: str) -> NoReturn:

@@ -10,7 +10,8 @@ from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.records.record import REQ_ID, PartitionId, ReqId, TransactionId
 
-# Each needs a request. The page shows the newest rejections first.
+# The maximum number of rejections for which the winner's client ID is read, with one request for
+# each. The page shows the newest rejections first.
 WINNERS_MAX: Final = 20
 
 
@@ -25,14 +26,14 @@ async def read_rejections(client: AsyncWaltzClient, partition: int) -> list[dict
     client_ids = await _client_ids_of_winners(client, partition, rejections)
     return [
         {
-            "time_ms": each.time_ms,
-            "client_id": each.req_id.client_id,
-            "request_id": str(each.req_id),
-            "reason": each.reason.name.lower(),
-            "winner": each.conflicting,
-            "winner_client_id": client_ids.get(each.conflicting),
+            "time_ms": rejection.time_ms,
+            "client_id": rejection.req_id.client_id,
+            "request_id": str(rejection.req_id),
+            "reason": rejection.reason.name.lower(),
+            "winner": rejection.conflicting,
+            "winner_client_id": client_ids.get(rejection.conflicting),
         }
-        for each in rejections
+        for rejection in rejections
     ]
 
 
@@ -40,7 +41,9 @@ async def _client_ids_of_winners(
     client: AsyncWaltzClient, partition: int, rejections: Sequence[Rejection]
 ) -> dict[TransactionId, int]:
     """Return the client IDs of the newest winners, as far as the caller may read them."""
-    winners = dict.fromkeys(each.conflicting for each in rejections if each.conflicting >= 0)
+    winners = dict.fromkeys(
+        rejection.conflicting for rejection in rejections if rejection.conflicting >= 0
+    )
     client_ids: dict[TransactionId, int] = {}
     for winner in list(winners)[:WINNERS_MAX]:
         query = RangeQuery(winner, winner, RangeForm.HEADERS)
@@ -48,6 +51,6 @@ async def _client_ids_of_winners(
             chunk = await client.requests.fetch_range(PartitionId(partition), query)
         except (errors.PermissionDenied, errors.BeforeLogStart):
             break
-        if chunk.count:  # a record of this form begins with its ID, which has 8 bytes
+        if chunk.count:  # in this form, a record begins with its transaction ID of 8 bytes
             client_ids[winner] = ReqId(*REQ_ID.unpack_from(chunk.records, 8)).client_id
     return client_ids

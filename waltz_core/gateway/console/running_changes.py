@@ -1,17 +1,19 @@
 """Runs the changes of the console, and decides who may make them.
 
 Rules (decision 069):
-    1. A change uses the gateway's user in ZooKeeper, so the gateway checks the permission itself:
-       with access control, the caller's principal must have the verb administer for all partitions.
-       The check reads the current permissions from ZooKeeper right before the change begins.
-    2. Without access control, the gateway must not have a user in ZooKeeper. Otherwise every caller
-       could act as this user.
-    3. Requests to servers and storages have the token of the caller, as everywhere in the gateway.
-    4. A change has an audit entry with the caller's principal. It continues when the page is
-       closed. When the gateway stops, it is interrupted: the same change then continues after the
-       completed steps.
-    5. The gateway does not start a change while the same change is running, because a browser may
-       send a request twice.
+    1. A change uses the gateway's user in ZooKeeper, so the gateway itself checks the permission of
+       the caller. With access control, the caller's principal must have the verb `administer` for
+       all partitions. Immediately before the change begins, the gateway reads the current
+       permissions from ZooKeeper.
+    2. Without access control, the gateway must not have a user in ZooKeeper, because every caller
+       could then act as this user.
+    3. Requests to servers and storages contain the token of the caller, as everywhere in the
+       gateway.
+    4. A change has an audit entry with the caller's principal, and continues when the page is
+       closed. When the gateway stops, the change is interrupted. If the user starts the same change
+       again, it continues after the completed steps.
+    5. While a change is running, the gateway does not start the same change again, because a
+       browser may send a request twice.
     6. At shutdown, the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log.
        Without ZooKeeper, an interrupted change keeps the outcome "begun".
 """
@@ -102,7 +104,7 @@ class ConsoleChanges:
 
         Raises:
             PermissionDenied: the caller may not change the cluster.
-            BadConfig: the gateway's user in ZooKeeper may not.
+            BadConfig: the gateway's user in ZooKeeper may not change the cluster.
         """
         coordinator = self.coordinator()
         permissions = await coordinator.permissions.read()
@@ -115,7 +117,8 @@ class ConsoleChanges:
             principal = ANONYMOUS
         else:
             principal = check_administrator(permissions, caller.token_hash, "change the cluster")
-        # Last: an error about the gateway's user in ZooKeeper is only for administrators.
+        # This check comes last, because only administrators may see an error about the gateway's
+        # user in ZooKeeper.
         await coordinator.check_administrator()
         return principal
 
@@ -130,11 +133,13 @@ class ConsoleChanges:
             PermissionDenied, BadConfig: as for `check_permitted`.
         """
         principal = await self.check_permitted(caller)
-        if len(self._running) >= RUNNING_MAX:  # not before the wait, in which others can start
+        if len(self._running) >= RUNNING_MAX:  # after the wait, in which others can start
             raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
         command = shlex.join(kind.command_words(arguments))
         same_changes = [
-            each for each in self._changes if each.ended_ms is None and each.command == command
+            other_change
+            for other_change in self._changes
+            if other_change.ended_ms is None and other_change.command == command
         ]
         if same_changes:  # rule 5
             raise errors.BadRequest(
@@ -159,9 +164,9 @@ class ConsoleChanges:
         return change
 
     def _forget_oldest_changes(self) -> None:
-        ended = [each for each in self._changes if each.ended_ms is not None]
-        for each in ended[ENDED_MAX:]:
-            self._changes.remove(each)
+        ended = [change for change in self._changes if change.ended_ms is not None]
+        for change in ended[ENDED_MAX:]:
+            self._changes.remove(change)
 
     def _on_ended(self, change: ConsoleChange, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -175,7 +180,7 @@ class ConsoleChanges:
             task.cancel()
         if running:
             _, pending = await asyncio.wait(running, timeout=INTERRUPTION_S_MAX)
-            for task in pending:  # again: it waits for ZooKeeper
+            for task in pending:  # cancel again, because the task waits for ZooKeeper
                 task.cancel()
 
     async def fields(self) -> dict[str, Any]:
@@ -193,8 +198,8 @@ class ConsoleChanges:
     async def _execute(
         self, change: ConsoleChange, ssl: SSLContext | None, keywords: Mapping[str, Any]
     ) -> None:
-        """Run a change to its end; its errors are its outcome."""
-        member_connections.use_ssl_context(ssl)  # of this task
+        """Run a change to its end; an error becomes the outcome of the change."""
+        member_connections.use_ssl_context(ssl)  # applies to this task only
         _log.info("console.change_begun command=%r user=%r", change.command, change.user)
         try:
             change.summary = await self._run(change, keywords)
@@ -230,13 +235,13 @@ def _kind_fields(kind: ChangeKind) -> dict[str, Any]:
         "is_disruptive": kind.is_disruptive,
         "parameters": [
             {
-                "name": each.name,
-                "kind": each.kind.value,
-                "text": each.text,
-                "option": each.option,
-                "is_required": each.is_required,
+                "name": parameter.name,
+                "kind": parameter.kind.value,
+                "text": parameter.text,
+                "option": parameter.option,
+                "is_required": parameter.is_required,
             }
-            for each in kind.parameters
+            for parameter in kind.parameters
         ],
     }
 

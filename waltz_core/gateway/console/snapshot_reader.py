@@ -1,7 +1,7 @@
 """Reads the state of the cluster in ZooKeeper, for all callers of the console together.
 
 Rules:
-    1. At most one read runs at a time. The pause after a read is as long as the read, up to
+    1. Only one read runs at a time. After each read, there is a pause as long as the read, up to
        `PAUSE_S_MAX`. So many callers cause no more load on ZooKeeper than one caller.
     2. A request waits for a read for a limited time, and then uses the result of the previous read.
        The read continues, because a read of many partitions takes longer than a request may wait.
@@ -37,7 +37,7 @@ class SnapshotReader:
         self._coordinator, self._tasks = coordinator, tasks
         self._snapshot: ClusterSnapshot | None = None
         self._read_task: asyncio.Task[None] | None = None
-        self._failure: errors.WaltzError | None = None  # of the last read
+        self._failure: errors.WaltzError | None = None  # the error of the last read
         self._read_start_s = self._next_read_s = 0.0
         self._permissions: Permissions | errors.BadConfig | None = None
 

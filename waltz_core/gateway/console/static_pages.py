@@ -1,11 +1,11 @@
 """Serves the files of the console's pages.
 
 Rules:
-    1. The files are read once, when the gateway starts, and only these paths exist.
-    2. The browser may load nothing from another origin, may run no inline script, and may not show
-       the console in a frame of another page (`CONTENT_SECURITY_POLICY`).
-    3. The browser asks for each file again after an upgrade: a file has an `ETag`, and is not used
-       without asking.
+    1. The files are read once, when the gateway starts. No other paths exist.
+    2. Because of `CONTENT_SECURITY_POLICY`, the browser loads nothing from another origin, runs no
+       inline script, and does not show the console in a frame of another page.
+    3. After an upgrade, the browser must load the new files. So each file has an `ETag`, with which
+       the browser checks its cached copy at each use.
 """
 
 import hashlib
@@ -39,12 +39,12 @@ def page_routes() -> list[Route]:
     """Return the routes of all files, of the console's root, and of the gateway's root."""
     folder = resources.files(__package__) / "pages"
     routes = [Route("/", _redirect), Route(CONSOLE_PATH.rstrip("/"), _redirect)]
-    for each in folder.iterdir():
-        media_type = _MEDIA_TYPES.get(each.name.rpartition(".")[2])
+    for page_file in folder.iterdir():
+        media_type = _MEDIA_TYPES.get(page_file.name.rpartition(".")[2])
         if media_type is None:
             continue
-        page = _page(each.read_bytes(), media_type)
-        name = "" if each.name == "index.html" else each.name
+        page = _page(page_file.read_bytes(), media_type)
+        name = "" if page_file.name == "index.html" else page_file.name
         routes.append(Route(CONSOLE_PATH + name, page))
     return routes
 

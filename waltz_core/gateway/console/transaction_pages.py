@@ -1,24 +1,25 @@
 """Pages of a partition's log for the transaction browser: forwards, backwards, and by time.
 
-A page has up to `count` transactions, as the dicts of the console's JSON interface. With a header
-filter it has only matching transactions, and the server reads all transactions in between.
+A page contains up to `count` transactions, as dicts for JSON. With a header filter, it contains
+only matching transactions, but the server reads all transactions between them.
 
 Rules:
-    1. The work of a request is bounded: it sends at most `FETCHES_MAX` queries for transactions,
-       and the server reads about `PAGE_BYTES_MAX` bytes of the log for each. When the page has
-       about `PAGE_BYTES_MAX` bytes of records, the request sends no further query. So a page may
-       have fewer transactions than requested, or none, although the log has more.
+    1. The work of a request is bounded. It sends at most `FETCHES_MAX` queries for transactions,
+       and the server reads about `PAGE_BYTES_MAX` bytes of the log for each query. After about
+       `PAGE_BYTES_MAX` bytes of records, the request sends no further query. So a page may contain
+       fewer transactions than requested, or none, although the log contains more.
     2. Each page makes progress: `next` is above `first`, and `previous` is below `last`, unless the
-       log ends there. The caller continues with `next`, or with `previous` until it is -1.
+       log ends there. To read on, the caller requests the page from `next`, or the page that ends
+       at `previous`. If `previous` is -1, the page begins at the first available transaction.
     3. Together, consecutive pages contain every matching transaction exactly once.
-    4. A backward page is read in windows of IDs, from newer to older IDs. If a window is not read
-       completely, its newest transactions are missing. So it is dropped, and a smaller window
-       replaces it. A window of one ID is always read completely.
+    4. A backward page is read in windows of IDs, from newer to older windows. If a window cannot be
+       read completely, its newest transactions are missing. Such a window is dropped, and a smaller
+       window is read instead. A window of one ID is always read completely.
     5. A backward page ends at the first available transaction, even if transactions expire at the
        same time. A forward page that begins at an expired transaction raises BeforeLogStart.
-    6. A payload has at most `TEXT_BYTES_MAX` bytes of text. When the texts of a page have about
-       512 KiB, its other payloads have at most `SHORT_TEXT_BYTES_MAX`. A page with one transaction
-       always has its longest text.
+    6. The text of a payload has at most `TEXT_BYTES_MAX` bytes. After the texts of a page have
+       reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. So if a
+       page has only one transaction, its text is never shortened to this limit.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ async def read_page_from(
     check_integer(first, "first")
     check_integer(count, "count", minimum=1, maximum=COUNT_MAX)
     ends = await _read_log_ends(client, partition)
-    if first < ends.first_available:  # a server may still have it in its cache
+    if first < ends.first_available:  # a server may still have the transaction in its cache
         raise errors.BeforeLogStart(
             f"partition {partition}: cannot read from transaction {first}, because the "
             f"transactions before {ends.first_available} have expired",
@@ -101,8 +102,8 @@ async def read_page_until(
 ) -> dict[str, Any]:
     """Return the page of transactions that ends at an ID; None: at the end of the log.
 
-    `previous` is the ID at which the page before ends, -1 if there is none. `next` is the ID after
-    this page.
+    In the result, `previous` is the last ID of the previous page, or -1 if there is none. `next` is
+    the ID after this page.
 
     Raises:
         RequestRejected: the ID or the count is out of range.
@@ -134,8 +135,8 @@ async def first_transaction_at(
 ) -> dict[str, Any]:
     """Return the ID of the first available transaction that may be committed at or after a time.
 
-    If all transactions are older, the ID is the one after the high-water mark, which is a part of
-    the answer: the mark that the page knows may be old.
+    If all transactions are older, the ID is the high-water mark + 1. The answer also contains the
+    high-water mark, because the mark on the page may be old.
 
     Raises:
         RequestRejected: the time is out of range.
@@ -242,7 +243,8 @@ class _BackwardSearch:
         self.end = end
         self.first_available = first_available
         self.rows: list[_PageRow] = []
-        # Of the next window, in IDs. Records may be large, but few of them have some header.
+        # The size of the next window, in IDs. Without a filter, the search begins with one ID,
+        # because records may be large. With a filter, few records match.
         self._size = _FILTERED_WINDOW_IDS if fetches.is_filtered else 1
         self._read_ids = 0
         self._read_bytes = 0
@@ -271,8 +273,8 @@ class _BackwardSearch:
     async def _read_window(self, low: int) -> list[_PageRow] | None:
         """Return the transactions of the window low..end.
 
-        Return None if the window is too large, or if the log does not have it any more. Set the
-        size of the next window.
+        Returns None if the window is too large, or if the log does not contain it any more. Sets
+        the size of the next window.
         """
         window_rows: list[_PageRow] = []
         first, chunk_ids = low, 0
@@ -330,10 +332,14 @@ def _rows_of(chunk: RangeChunk) -> list[_PageRow]:
 
 
 def _time_ms_of(transaction_id: int, stamps: list[tuple[int, int, int]]) -> int | None:
-    at = bisect_right(stamps, transaction_id, key=itemgetter(0)) - 1
-    if at < 0 or transaction_id > stamps[at][1] or stamps[at][2] == UNSTAMPED:
+    stamp_index = bisect_right(stamps, transaction_id, key=itemgetter(0)) - 1
+    if (
+        stamp_index < 0
+        or transaction_id > stamps[stamp_index][1]
+        or stamps[stamp_index][2] == UNSTAMPED
+    ):
         return None
-    return stamps[at][2]
+    return stamps[stamp_index][2]
 
 
 async def _transaction_fields(rows: list[_PageRow]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-// The start of the console: pages by the hash of the URL, navigation, banner and keyboard.
+// The entry point of the console. The hash of the URL selects the page. This file also contains
+// the navigation, the banner and the keyboard shortcuts.
 
 import { startChangeDialog } from "./change_dialog.js";
 import { changesPage } from "./changes_page.js";
@@ -42,7 +43,7 @@ function withQuery(changes) {
   return `#${path}${text && "?"}${text}`;
 }
 
-// Change the query without a new entry in the history, and without loading the page again.
+// Change the query in the URL without a new entry in the history and without reloading the page.
 function replaceQuery(changes) {
   history.replaceState(null, "", withQuery(changes));
 }
@@ -50,7 +51,7 @@ function replaceQuery(changes) {
 function pushQuery(changes) {
   const hash = withQuery(changes);
   if (location.hash === hash)
-    showPage(); // no event follows
+    showPage(); // the browser sends no event in this case
   else location.hash = hash;
 }
 
@@ -181,4 +182,5 @@ startFindings();
 window.addEventListener("hashchange", showPage);
 showPage();
 data.onClusterData(showBanner);
-setInterval(() => document.visibilityState === "visible" && showBanner(), BANNER_MS); // the age grows
+// The banner contains an age, which changes.
+setInterval(() => document.visibilityState === "visible" && showBanner(), BANNER_MS);

@@ -1,9 +1,9 @@
 // The dialog that starts an administrative change: a form, a review, and the request.
 //
 // Rules:
-//   1. The form is built from the kinds that the gateway returns; this file lists no kinds.
-//   2. Nothing is sent before the user has seen the change in words, and has started it there.
-//   3. For a disruptive change, the user types the name of its subject before it can start.
+//   1. The form is built from the kinds of changes that the gateway returns; this file lists none.
+//   2. A change is sent only after the review, which describes the change in words.
+//   3. Before a disruptive change, the user must type the name of the affected object.
 
 import * as data from "./cluster_data.js";
 import {
@@ -52,11 +52,13 @@ export function changesOfPartition() {
   if (state.kinds === null) {
     if (state.loading === null && performance.now() >= state.retry_at) {
       state.retry_at = performance.now() + RETRY_MS;
-      loadKinds().catch(() => {}); // the page shows no buttons; a later call tries again
+      loadKinds().catch(() => {}); // the page then shows no buttons; a later call tries again
     }
     return [];
   }
-  return state.kinds.filter((kind) => kind.parameters.some((each) => each.kind === "partitions"));
+  return state.kinds.filter((kind) =>
+    kind.parameters.some((parameter) => parameter.kind === "partitions"),
+  );
 }
 
 export async function openChange(name, given = {}) {
@@ -72,7 +74,7 @@ export async function openChange(name, given = {}) {
   if (!dialog.open) dialog.showModal();
   try {
     if (state.kinds === null) await loadKinds();
-    const kind = state.kinds.find((each) => each.name === name);
+    const kind = state.kinds.find((candidate) => candidate.name === name);
     if (kind === undefined) throw new Error(`the gateway has no change "${name}"`);
     showForm(kind, given);
   } catch (problem) {
@@ -89,13 +91,15 @@ const closeButton = (text) =>
 // ---- the form ----------------------------------------------------------------------------------
 
 function showForm(kind, given) {
-  const fields = kind.parameters.map((each) => createField(each, String(given[each.name] ?? "")));
+  const fields = kind.parameters.map((parameter) =>
+    createField(parameter, String(given[parameter.name] ?? "")),
+  );
   const form = el(
     "form",
     { id: "change-form", novalidate: true, autocomplete: "off", "data-change": kind.name },
     el("h2", { id: "change-title", tabindex: "-1" }, titleOf(kind.name)),
     el("p", {}, kind.summary),
-    ...fields.map((each) => each.row),
+    ...fields.map((field) => field.row),
     el(
       "div",
       { class: "actions" },
@@ -105,12 +109,12 @@ function showForm(kind, given) {
   );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    const invalidFields = fields.filter((each) => !check(each));
+    const invalidFields = fields.filter((field) => !check(field));
     if (invalidFields.length > 0) invalidFields[0].input.focus();
     else showReview(kind, fields);
   });
   dialog.replaceChildren(form);
-  (fields.find((each) => each.input.value === "") ?? fields[0])?.input.focus();
+  (fields.find((field) => field.input.value === "") ?? fields[0])?.input.focus();
 }
 
 function createField(parameter, value) {
@@ -164,9 +168,9 @@ function createSelect(parameter, { commonAttributes, value }) {
     "select",
     commonAttributes,
     el("option", { value: "" }, parameter.is_required ? `Choose a ${parameter.kind}` : "None"),
-    ...items.map((each) => el("option", { value: each.address }, describe(parameter.kind, each))),
+    ...items.map((item) => el("option", { value: item.address }, describe(parameter.kind, item))),
   );
-  if (value !== "" && !items.some((each) => each.address === value)) {
+  if (value !== "" && !items.some((item) => item.address === value)) {
     select.append(el("option", { value }, `${value} (not in the cluster)`));
   }
   select.value = value;
@@ -218,7 +222,7 @@ function problemOf(parameter, value) {
 
 // ---- the review --------------------------------------------------------------------------------
 
-// All values are text, as in a command; the gateway reads the numbers.
+// All values are text, as in a command; the gateway parses numbers.
 function argumentsOf(fields) {
   const values = {};
   for (const { parameter, input } of fields) {
@@ -242,7 +246,9 @@ function commandOf(kind, values) {
 // The text that the user types to confirm a disruptive change (rule 3).
 function nameToType(kind, values) {
   const firstOfKind = (kinds) =>
-    kind.parameters.find((each) => kinds.includes(each.kind) && Object.hasOwn(values, each.name));
+    kind.parameters.find(
+      (parameter) => kinds.includes(parameter.kind) && Object.hasOwn(values, parameter.name),
+    );
   const subject = firstOfKind(["storage", "server"]) ?? firstOfKind(["address"]);
   return subject === undefined ? kind.name : String(values[subject.name]);
 }
@@ -255,7 +261,7 @@ function valueText(parameter, value) {
     );
     return `${format.count(partitions.length, "partition")}: ${format.ranges(partitions, Infinity)}`;
   }
-  const item = itemsOf(parameter.kind).find((each) => each.address === value);
+  const item = itemsOf(parameter.kind).find((candidate) => candidate.address === value);
   return item !== undefined && ["storage", "server"].includes(parameter.kind)
     ? describe(parameter.kind, item)
     : String(value);
@@ -275,7 +281,7 @@ function showReview(kind, fields) {
         click: () =>
           showForm(
             kind,
-            Object.fromEntries(fields.map((each) => [each.parameter.name, each.input.value])),
+            Object.fromEntries(fields.map((field) => [field.parameter.name, field.input.value])),
           ),
       },
       "Back",
@@ -287,7 +293,7 @@ function showReview(kind, fields) {
     ),
     typed: null,
   };
-  const shown = kind.parameters.filter((each) => Object.hasOwn(values, each.name));
+  const shown = kind.parameters.filter((parameter) => Object.hasOwn(values, parameter.name));
   const form = el(
     "form",
     { id: "change-confirmation", novalidate: true, autocomplete: "off", "data-change": kind.name },
@@ -296,12 +302,12 @@ function showReview(kind, fields) {
     el(
       "dl",
       { class: "facts review" },
-      ...shown.map((each) =>
+      ...shown.map((parameter) =>
         el(
           "div",
           {},
-          el("dt", {}, sentence(each.text || each.name)),
-          el("dd", {}, valueText(each, values[each.name])),
+          el("dt", {}, sentence(parameter.text || parameter.name)),
+          el("dd", {}, valueText(parameter, values[parameter.name])),
         ),
       ),
     ),
@@ -320,7 +326,7 @@ function showReview(kind, fields) {
     if (!page.start.disabled) start(page, kind, values);
   });
   dialog.replaceChildren(form);
-  page.title.focus(); // not the button: Enter in the form must not start the change
+  page.title.focus(); // not the button, because Enter in the form must not start the change
 }
 
 function confirmation(page, name) {

@@ -1,4 +1,5 @@
-// The page of administrative changes: kinds to start, progress of running ones, and the history.
+// The page of administrative changes: buttons that start a change, the progress of running changes,
+// and the history.
 
 import { openChange, setKinds } from "./change_dialog.js";
 import {
@@ -99,19 +100,19 @@ async function load(page, signal) {
 }
 
 function show(page, answer) {
-  page.isRunning = answer.running.some((each) => each.ended_ms === null);
+  page.isRunning = answer.running.some((change) => change.ended_ms === null);
   setHidden(page.content, false);
   setHidden(page.runningBox, answer.running.length === 0);
   keyed(page.running, answer.running, {
-    key: (each) => each.id,
+    key: (change) => change.id,
     create: createChange,
     update: updateChange,
   });
   focusNewChange(page);
   setText(page.reason, `You cannot change the cluster: ${answer.cannot_change_reason}`);
   setHidden(page.reason, answer.can_change);
-  const kinds = answer.kinds.map((each) => ({ ...each, canStart: answer.can_change }));
-  keyed(page.kinds, kinds, { key: (each) => each.name, create: createKind, update: updateKind });
+  const kinds = answer.kinds.map((kind) => ({ ...kind, canStart: answer.can_change }));
+  keyed(page.kinds, kinds, { key: (kind) => kind.name, create: createKind, update: updateKind });
   setHidden(page.noHistory, answer.history.length > 0);
   setText(
     page.noHistory,
@@ -123,7 +124,7 @@ function show(page, answer) {
   showHistory(page, answer.history);
 }
 
-// The change that the dialog has just started gets the focus, once.
+// Move the focus, once, to the change that the dialog has just started.
 function focusNewChange(page) {
   const node =
     page.newChangeId === null ? undefined : page.running.keyedNodes.get(page.newChangeId);
@@ -172,8 +173,8 @@ function updateChange(node, item) {
     .slice(firstStep)
     .map((text, index) => ({ text, number: firstStep + index + 1 }));
   keyed(nodes.steps, steps, {
-    key: (each) => `${each.number} ${each.text}`,
-    create: (each) => el("li", { value: each.number }, each.text),
+    key: (step) => `${step.number} ${step.text}`,
+    create: (step) => el("li", { value: step.number }, step.text),
   });
   setText(nodes.waits, item.waits_for);
   setHidden(nodes.waits_row, !item.waits_for || item.ended_ms !== null);
@@ -226,13 +227,13 @@ const updateKind = (node, kind) => setHidden(parts(node).start, !kind.canStart);
 
 function showHistory(page, history) {
   const countByName = new Map();
-  const items = history.map((each) => {
-    const name = `${each.begun_ms} ${each.user} ${each.command}`;
+  const items = history.map((entry) => {
+    const name = `${entry.begun_ms} ${entry.user} ${entry.command}`;
     countByName.set(name, (countByName.get(name) ?? 0) + 1);
-    return { ...each, key: `${name} ${countByName.get(name)}` };
+    return { ...entry, key: `${name} ${countByName.get(name)}` };
   });
   keyed(page.history, items, {
-    key: (each) => each.key,
+    key: (entry) => entry.key,
     create: historyRow,
     update: updateHistoryRow,
   });

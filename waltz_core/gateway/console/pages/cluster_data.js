@@ -1,18 +1,19 @@
-// The state of the cluster: polled once a second for all pages, with rates and health in words.
+// The state of the cluster, which all pages share: polled once a second, with rates, and with the
+// health in words.
 //
 // Rules:
-//   1. After a failed request the last data stays, and `problem` states why it is old.
-//   2. A server that stops leaves ZooKeeper, and then the answers. It is shown as down for
-//      REMEMBERED_MS, so that the user notices it. It is a warning, because the user may have
-//      stopped it.
-//   3. Rates come from successive marks and the gateway's time, never from this computer's clock.
-//      A partition whose owner has not reported a mark has no rate.
+//   1. After a failed request, the pages show the last data, and `problem` states why it is old.
+//   2. When a server stops, its entry in ZooKeeper disappears, and then the server is no longer in
+//      the answers. The console shows it as down for REMEMBERED_MS, so that the user notices it.
+//      This is only a warning, because the user may have stopped the server.
+//   3. Rates are computed from successive marks and the gateway's time, never from this computer's
+//      clock. A partition whose owner has not reported a mark has no rate.
 
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
 const POLL_MS = 1000;
-const SLOW_MS = 2000; // a request that takes longer makes the shown data stale
+const SLOW_MS = 2000; // if a request takes longer, the displayed data is stale
 const RATE_WINDOW_MS = 10000;
 const KEPT_MS = 180000;
 export const SPARKLINE_MS = KEPT_MS;
@@ -54,7 +55,7 @@ export function onClusterData(listener) {
 }
 
 function notify() {
-  for (const each of [...listeners]) each();
+  for (const listener of [...listeners]) listener();
 }
 
 async function load(signal) {
@@ -79,7 +80,8 @@ async function load(signal) {
   notify();
 }
 
-// The reason why the shown data is stale: null, or {error, age_ms}; age_ms is null without data.
+// Why the displayed data is stale: {error, age_ms}, or null if it is not stale. `age_ms` is null if
+// there is no data.
 export function staleness() {
   const now = performance.now();
   const age_ms = state.cluster === null ? null : now - state.received;
@@ -93,7 +95,7 @@ export function staleness() {
 }
 
 function addLostServers(answer) {
-  for (const each of answer.servers) state.lastSeen.set(each.address, answer.time_ms);
+  for (const server of answer.servers) state.lastSeen.set(server.address, answer.time_ms);
   for (const [address, seen_ms] of state.lastSeen) {
     if (seen_ms === answer.time_ms) continue;
     if (answer.time_ms - seen_ms > REMEMBERED_MS) state.lastSeen.delete(address);
@@ -112,14 +114,14 @@ function lostServer(address, seen_ms) {
 
 function addSamples(answer) {
   let total = 0;
-  for (const each of answer.partitions) {
-    const series = seriesOf(each.partition);
-    series.isKnown = each.high_water_mark !== null;
+  for (const partition of answer.partitions) {
+    const series = seriesOf(partition.partition);
+    series.isKnown = partition.high_water_mark !== null;
     if (!series.isKnown) continue;
-    addSample(series, answer.time_ms, each.high_water_mark);
+    addSample(series, answer.time_ms, partition.high_water_mark);
     total += lastValue(series.rates) ?? 0;
   }
-  if ([...state.series.values()].some((each) => each.rates.length > 0)) {
+  if ([...state.series.values()].some((series) => series.rates.length > 0)) {
     addPoint(state.total, answer.time_ms, total);
   }
 }
@@ -132,9 +134,9 @@ function seriesOf(partition) {
 
 function addSample(series, ms, mark) {
   const { marks, rates } = series;
-  if (marks.length > 0 && marks[marks.length - 1][0] >= ms) return; // a repeated answer
+  if (marks.length > 0 && marks[marks.length - 1][0] >= ms) return; // the same answer as before
   marks.push([ms, mark]);
-  // One sample stays at or before the start of the window, so that the window is always covered.
+  // Keep one sample at or before the start of the window, so that the samples cover the window.
   while (marks.length > 2 && marks[1][0] <= ms - RATE_WINDOW_MS) marks.shift();
   if (marks.length < 2) return;
   const [first_ms, first] = marks[0];
@@ -176,7 +178,7 @@ function zookeeperProblems(data) {
   addNamed(
     problems,
     "warn",
-    data.zookeeper.filter((each) => each.state === "down"),
+    data.zookeeper.filter((server) => server.state === "down"),
     "ZooKeeper server",
     "down",
   );
@@ -188,42 +190,43 @@ function processProblems(data) {
   addNamed(
     problems,
     "bad",
-    data.storages.filter((each) => each.state === "down"),
+    data.storages.filter((storage) => storage.state === "down"),
     "storage",
     "down",
   );
   addNamed(
     problems,
     "bad",
-    data.servers.filter((each) => each.state === "down" && !each.hasLeft),
+    data.servers.filter((server) => server.state === "down" && !server.hasLeft),
     "server",
     "down",
   );
-  // It may have been stopped on purpose; if its partitions are not open, that is a problem.
+  // Only a warning: the server may have been stopped on purpose. Partitions that are not open are
+  // reported separately.
   addNamed(
     problems,
     "warn",
-    data.servers.filter((each) => each.hasLeft),
+    data.servers.filter((server) => server.hasLeft),
     "server",
     "not registered any more",
   );
   addNamed(
     problems,
     "bad",
-    data.storages.filter((each) => each.is_full),
+    data.storages.filter((storage) => storage.is_full),
     "storage",
     "full",
   );
   const down = new Set(
-    data.storages.filter((each) => each.state === "down").map((each) => each.address),
+    data.storages.filter((storage) => storage.state === "down").map((storage) => storage.address),
   );
-  for (const each of data.servers) {
-    // A storage that is down is named already.
-    const unreachable = each.unreachable_storages.filter((storage) => !down.has(storage));
+  for (const server of data.servers) {
+    // A storage that is down is already in the list.
+    const unreachable = server.unreachable_storages.filter((storage) => !down.has(storage));
     if (unreachable.length > 0) {
       problems.push({
         level: "warn",
-        text: `Server ${each.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}`,
+        text: `Server ${server.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}`,
       });
     }
   }
@@ -233,7 +236,9 @@ function processProblems(data) {
 function partitionProblems(data) {
   const problems = [];
   const inState = (state) =>
-    data.partitions.filter((each) => each.state === state).map((each) => each.partition);
+    data.partitions
+      .filter((partition) => partition.state === state)
+      .map((partition) => partition.partition);
   const textByState = { closed: "no open session", no_owner: "no owner", no_quorum: "no quorum" };
   for (const [state, problemText] of Object.entries(textByState)) {
     const partitions = inState(state);
@@ -242,8 +247,8 @@ function partitionProblems(data) {
   }
   const partitionsWithReplica = (state) =>
     data.partitions
-      .filter((each) => each.replicas.some((replica) => replica.state === state))
-      .map((each) => each.partition);
+      .filter((partition) => partition.replicas.some((replica) => replica.state === state))
+      .map((partition) => partition.partition);
   addPartitions(problems, "warn", partitionsWithReplica("out_of_sync"), "a replica out of sync");
   addPartitions(problems, "warn", partitionsWithReplica("unavailable"), "an unavailable replica");
   return problems;
@@ -251,12 +256,14 @@ function partitionProblems(data) {
 
 function diskProblems(data) {
   const nearlyFull = data.storages.filter(
-    (each) =>
-      !each.is_full && each.days_until_full !== null && each.days_until_full < DISK_DAYS_LOW,
+    (storage) =>
+      !storage.is_full &&
+      storage.days_until_full !== null &&
+      storage.days_until_full < DISK_DAYS_LOW,
   );
   if (nearlyFull.length === 0) return [];
   const storageTexts = nearlyFull.map(
-    (each) => `${each.address} (${format.days(each.days_until_full)})`,
+    (storage) => `${storage.address} (${format.days(storage.days_until_full)})`,
   );
   return [
     {
@@ -271,7 +278,7 @@ function addNamed(problems, level, items, noun, stateText) {
   const verb = items.length === 1 ? "is" : "are";
   problems.push({
     level,
-    text: `${format.count(items.length, noun)} ${verb} ${stateText}: ${items.map((each) => each.address).join(", ")}`,
+    text: `${format.count(items.length, noun)} ${verb} ${stateText}: ${items.map((item) => item.address).join(", ")}`,
   });
 }
 
@@ -284,12 +291,12 @@ function addPartitions(problems, level, partitions, problemText) {
   });
 }
 
-// Notes are not problems: they state that appends continue, where repair commands are listed, and
+// Notes are not problems. They state whether appends continue, where to find repair commands, and
 // how many states are unknown.
 export function notesOf(data) {
   const notes = [];
   if (problemsOf(data).length > 0) {
-    if (data.partitions.every((each) => each.state === "open"))
+    if (data.partitions.every((partition) => partition.state === "open"))
       notes.push("All partitions are open: appends continue.");
     notes.push("The page Findings lists commands that repair problems.");
   }
@@ -300,7 +307,7 @@ export function notesOf(data) {
     ["partition", data.partitions],
   ];
   for (const [noun, items] of kinds) {
-    const unknown = items.filter((each) => each.state === "unknown").length;
+    const unknown = items.filter((item) => item.state === "unknown").length;
     if (unknown > 0) notes.push(`The state of ${format.count(unknown, noun)} is unknown.`);
   }
   return notes;
@@ -308,7 +315,7 @@ export function notesOf(data) {
 
 export function healthText(data, problems) {
   if (problems.length > 0) return `${problems[0].text}.`;
-  const known = (items) => items.filter((each) => each.state !== "unknown").length;
+  const known = (items) => items.filter((item) => item.state !== "unknown").length;
   const countTexts = [
     format.count(known(data.storages), "storage"),
     format.count(known(data.servers), "server"),
@@ -323,6 +330,8 @@ export function hasProblem(partition) {
     partition.state === "closed" ||
     partition.state === "no_owner" ||
     partition.state === "no_quorum" ||
-    partition.replicas.some((each) => each.state === "out_of_sync" || each.state === "unavailable")
+    partition.replicas.some(
+      (replica) => replica.state === "out_of_sync" || replica.state === "unavailable",
+    )
   );
 }

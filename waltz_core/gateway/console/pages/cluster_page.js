@@ -17,7 +17,7 @@ import {
 } from "./dom.js";
 import * as format from "./format.js";
 
-const COMPACT_COLUMNS = 6; // with more storages, usual states are symbols without words
+const COMPACT_COLUMNS = 6; // with more storages, normal states are shown without words
 const LONG_ROWS = 25;
 
 export function clusterPage(root, { query, replaceQuery }) {
@@ -113,7 +113,7 @@ function sections(page) {
 
 function legend() {
   const states = ["in_sync", "out_of_sync", "unavailable", "unknown"];
-  return el("p", { class: "legend" }, "Replicas: ", ...states.map((each) => stateMark(each)));
+  return el("p", { class: "legend" }, "Replicas: ", ...states.map((state) => stateMark(state)));
 }
 
 function show(page) {
@@ -131,40 +131,40 @@ function show(page) {
     label: data.rateLabel(data.totalPoints()),
   });
   keyed(page.zookeeper, withShortNames(cluster.zookeeper), {
-    key: (each) => each.address,
+    key: (item) => item.address,
     create: zookeeperCard,
     update: updateZookeeper,
   });
   keyed(page.servers, withShortNames(cluster.servers), {
-    key: (each) => each.address,
+    key: (item) => item.address,
     create: serverCard,
     update: updateServer,
   });
   keyed(page.storages, withShortNames(withReplicaProblems(cluster)), {
-    key: (each) => each.address,
+    key: (item) => item.address,
     create: storageCard,
     update: updateStorage,
   });
   showTable(page, cluster);
 }
 
-// The worst problem is the health line; the others are a list after it.
+// The health line shows the worst problem; a list after it shows the others.
 function showHealth(page, cluster, problems) {
   setText(page.health, data.healthText(cluster, problems));
   keyed(page.problems, problems.slice(1), {
-    key: (each) => each.text,
-    create: (each) => el("li", {}, stateMark(each.level), " ", each.text),
+    key: (problem) => problem.text,
+    create: (problem) => el("li", {}, stateMark(problem.level), " ", problem.text),
   });
   keyed(page.notes, data.notesOf(cluster), {
-    key: (each) => each,
-    create: (each) => el("li", {}, each),
+    key: (note) => note,
+    create: (note) => el("li", {}, note),
   });
 }
 
-// The part of an address that differs from the others stands out in long host names.
+// Highlight the part of an address that differs from the others, because host names can be long.
 function withShortNames(items) {
-  const names = format.shortNames(items.map((each) => each.address));
-  return items.map((each) => ({ ...each, short: names.get(each.address) }));
+  const names = format.shortNames(items.map((item) => item.address));
+  return items.map((item) => ({ ...item, short: names.get(item.address) }));
 }
 
 function withReplicaProblems(cluster) {
@@ -176,7 +176,10 @@ function withReplicaProblems(cluster) {
       }
     }
   }
-  return cluster.storages.map((each) => ({ ...each, not_in_sync: counts.get(each.address) ?? 0 }));
+  return cluster.storages.map((storage) => ({
+    ...storage,
+    not_in_sync: counts.get(storage.address) ?? 0,
+  }));
 }
 
 // ---- cards -------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ function updateServer(node, item) {
   setHidden(nodes.not_open_row, item.not_open.length === 0);
   setAttribute(nodes.not_open_row, "data-level", "bad");
   setText(nodes.preferred, format.ranges(item.preferred));
-  // A process that is down has no latency now.
+  // A process that is down has no current latency.
   setText(nodes.latency, format.milliseconds(item.state === "down" ? null : item.latency_ms));
   setText(nodes.unreachable, item.unreachable_storages.join(", "));
   setHidden(nodes.unreachable_row, item.unreachable_storages.length === 0);
@@ -347,9 +350,9 @@ const NUMBERS = ["mark", "rate"];
 
 function showTable(page, cluster) {
   const { head, body, table, box } = page.table;
-  const storages = cluster.storages.map((each) => each.address);
+  const storages = cluster.storages.map((storage) => storage.address);
   const names = format.shortNames(storages);
-  const servers = format.shortNames(cluster.servers.map((each) => each.address));
+  const servers = format.shortNames(cluster.servers.map((server) => server.address));
   const columns = [
     ...FIXED.map(([id, label]) => ({ id: `fixed ${id}`, label, kind: id })),
     ...storages.map((address) => ({
@@ -360,7 +363,7 @@ function showTable(page, cluster) {
     })),
   ];
   keyed(head, columns, {
-    key: (each) => each.id,
+    key: (column) => column.id,
     create: ({ label, title, kind }) =>
       el(
         "th",
@@ -379,9 +382,9 @@ function showTable(page, cluster) {
       : "",
   );
   keyed(body, rows, {
-    key: (each) => each.partition,
+    key: (partition) => partition.partition,
     create: createRow,
-    update: (row, each) => updateRow(row, each, { storages, servers }),
+    update: (row, partition) => updateRow(row, partition, { storages, servers }),
   });
 }
 
@@ -415,7 +418,7 @@ function updateRow(row, item, { storages, servers }) {
 }
 
 function updateCells(row, item, storages) {
-  const replicas = new Map(item.replicas.map((each) => [each.storage, each]));
+  const replicas = new Map(item.replicas.map((replica) => [replica.storage, replica]));
   for (const [address, cell] of row.replicaCells) {
     if (!storages.includes(address)) {
       cell.remove();

@@ -1,7 +1,7 @@
-// Elements: creation, updates in place, and keyed lists.
+// Functions that create elements, update them in place, and update lists of elements.
 //
 // Rules:
-//   1. Data becomes text nodes and attribute values only; nothing here parses HTML.
+//   1. Data becomes only text nodes and attribute values; no function parses HTML.
 //   2. An update writes only what has changed, so that focus, selection and scroll position stay.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -12,7 +12,7 @@ export function el(name, attributes = {}, ...children) {
     if (typeof value === "function") node.addEventListener(key, value);
     else setAttribute(node, key, value);
   }
-  node.append(...children.filter((each) => each !== null && each !== undefined));
+  node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -59,12 +59,12 @@ export function keyed(parent, items, { key, create, update }) {
   }
 }
 
-// Names of parts of a node, for updates: parts(card).title is the element with data-part="title".
+// Return named parts of a node: parts(card).title is the element with data-part="title".
 export function parts(node) {
   if (node.namedParts === undefined) {
     node.namedParts = {};
-    for (const each of node.querySelectorAll("[data-part]")) {
-      node.namedParts[each.dataset.part] = each;
+    for (const part of node.querySelectorAll("[data-part]")) {
+      node.namedParts[part.dataset.part] = part;
     }
   }
   return node.namedParts;
@@ -74,13 +74,13 @@ export function part(tag, name, attributes = {}, ...children) {
   return el(tag, { "data-part": name, ...attributes }, ...children);
 }
 
-// A table that scrolls in its own box; a column that starts with # has numbers.
+// A table that scrolls in its own box; a title that starts with # marks a column of numbers.
 export function scrollTable({ caption, id, columns, body }, attributes = {}) {
-  const headerCells = columns.map((each) =>
+  const headerCells = columns.map((column) =>
     el(
       "th",
-      { scope: "col", class: each.startsWith("#") ? "number" : null },
-      each.replace("#", ""),
+      { scope: "col", class: column.startsWith("#") ? "number" : null },
+      column.replace("#", ""),
     ),
   );
   return el(
@@ -120,7 +120,7 @@ const STATES = {
   muted: ["?", "", "muted"],
 };
 
-// A state of a newer gateway, or a hostile one, is shown as it is.
+// An unknown state, from a newer or a malicious gateway, is shown as it is.
 const styleOf = (state) =>
   Object.hasOwn(STATES, state) ? STATES[state] : ["?", String(state), "muted"];
 
@@ -156,7 +156,7 @@ export function copyButton(textOf, label = "Copy") {
   return button;
 }
 
-// navigator.clipboard exists only under https and on localhost; gateways often use plain http.
+// navigator.clipboard exists only with https and on localhost, but gateways often use plain http.
 async function copyText(text, button) {
   try {
     await navigator.clipboard.writeText(text);
@@ -173,7 +173,7 @@ async function copyText(text, button) {
   }
 }
 
-// An error of the gateway, next to the place where it occurred; null hides it.
+// Show an error of the gateway next to the place where it occurred; null hides the error.
 export function errorBox(attributes = {}) {
   return el("div", { class: "problem", role: "alert", hidden: true, ...attributes });
 }
@@ -208,7 +208,7 @@ export function sparkline() {
   return svg;
 }
 
-// `points` are [ms, value] in the order of time; the axis ends at the last point.
+// `points` are [ms, value], sorted by time; the time axis ends at the last point.
 export function drawSparkline(svg, points, { span_ms, label }) {
   setAttribute(svg, "aria-label", label);
   const end_ms = points.length === 0 ? 0 : points[points.length - 1][0];

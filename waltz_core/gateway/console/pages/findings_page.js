@@ -44,7 +44,7 @@ async function load(signal) {
 
 function notify() {
   showCount();
-  for (const each of [...listeners]) each();
+  for (const listener of [...listeners]) listener();
 }
 
 function showCount() {
@@ -100,13 +100,13 @@ function show(page) {
   setText(page.reason, `You cannot run changes from the console: ${reason}`);
   setHidden(page.reason, canChange || reason === "");
   const countByName = new Map();
-  const items = (state.answer?.findings ?? []).map((each) => {
-    const name = JSON.stringify([each.name, each.subject, each.partition]);
+  const items = (state.answer?.findings ?? []).map((finding) => {
+    const name = JSON.stringify([finding.name, finding.subject, finding.partition]);
     countByName.set(name, (countByName.get(name) ?? 0) + 1);
-    const canRun = canChange && each.change !== null;
-    return { ...each, key: `${name} ${countByName.get(name)}`, canRun };
+    const canRun = canChange && finding.change !== null;
+    return { ...finding, key: `${name} ${countByName.get(name)}`, canRun };
   });
-  keyed(page.list, items, { key: (each) => each.key, create: createItem, update: updateItem });
+  keyed(page.list, items, { key: (finding) => finding.key, create: createItem, update: updateItem });
 }
 
 function statusText() {

@@ -50,7 +50,7 @@ export function days(number) {
   return count(number < 10 ? Number(number.toFixed(1)) : Math.round(number), "day");
 }
 
-// ISO order of the fields: dates of all locales read the same.
+// ISO order of year, month and day, so that dates look the same in all locales.
 export function time(ms, { hasMilliseconds = false } = {}) {
   if (isMissing(ms)) return NONE;
   const date = new Date(ms);
@@ -77,7 +77,7 @@ export function timeZone() {
   return `${name}, UTC${minutes < 0 ? "-" : "+"}${hours}:${restMinutes}`;
 }
 
-// [0, 1, 2, 5] -> "0-2, 5"; after `countMax` ranges, the remaining ones are counted
+// [0, 1, 2, 5] -> "0-2, 5"; after `countMax` ranges, only the number of the other ones is shown
 export function ranges(numbers, countMax = 10) {
   const sorted = [...numbers].sort((a, b) => a - b);
   const texts = [];
@@ -96,17 +96,17 @@ export function ranges(numbers, countMax = 10) {
 
 // Addresses without the end that all of them share: a domain, a port, or both.
 export function shortNames(addresses) {
-  const names = new Map(addresses.map((each) => [each, each]));
+  const names = new Map(addresses.map((address) => [address, address]));
   if (names.size < 2) return names;
   const [first, ...others] = names.keys();
   for (let at = 1; at < first.length; at += 1) {
     const end = first.slice(at);
     if (
       !/^[.:]/.test(end) ||
-      !others.every((each) => each.length > end.length && each.endsWith(end))
+      !others.every((other) => other.length > end.length && other.endsWith(end))
     )
       continue;
-    for (const each of names.keys()) names.set(each, each.slice(0, -end.length));
+    for (const address of names.keys()) names.set(address, address.slice(0, -end.length));
     break;
   }
   return names;
@@ -118,16 +118,16 @@ export function parsePartitions(text, partitionCount) {
   if (compactText === "all")
     return { partitions: [...Array(partitionCount ?? 0).keys()], error: "" };
   const numbers = new Set();
-  for (const each of compactText.split(",")) {
-    const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(each);
+  for (const part of compactText.split(",")) {
+    const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(part);
     if (match === null)
       return {
         partitions: [],
-        error: `"${each}" is not a partition or a range. Use for example 0-3,7 or all.`,
+        error: `"${part}" is not a partition or a range. Use for example 0-3,7 or all.`,
       };
     const first = Number(match[1]);
     const last = Number(match[2] ?? match[1]);
-    if (last < first) return { partitions: [], error: `Range ${each} ends before it begins.` };
+    if (last < first) return { partitions: [], error: `Range ${part} ends before it begins.` };
     if (partitionCount !== null && last >= partitionCount) {
       return {
         partitions: [],
@@ -140,7 +140,7 @@ export function parsePartitions(text, partitionCount) {
   return { partitions: [...numbers].sort((a, b) => a - b), error: "" };
 }
 
-// Indent JSON without parsing it: numbers stay exact, and a shortened document is indented, too.
+// Indent JSON without parsing it, so that numbers stay exact and incomplete JSON can be indented.
 export function indentJson(text) {
   const parts = [];
   let depth = 0;

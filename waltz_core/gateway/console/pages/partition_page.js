@@ -142,7 +142,7 @@ function layout(page, partition) {
 function show(page, partition) {
   const cluster = data.cluster();
   if (cluster === null) return;
-  const item = cluster.partitions.find((each) => each.partition === partition);
+  const item = cluster.partitions.find((candidate) => candidate.partition === partition);
   setHidden(page.missing, item !== undefined);
   if (item === undefined) {
     setText(
@@ -167,9 +167,9 @@ function show(page, partition) {
   drawSparkline(page.line, points, { span_ms: data.SPARKLINE_MS, label: data.rateLabel(points) });
   keyed(
     page.replicas,
-    item.replicas.map((each) => ({ ...each, lag: lag(item, each) })),
+    item.replicas.map((replica) => ({ ...replica, lag: lag(item, replica) })),
     {
-      key: (each) => each.storage,
+      key: (replica) => replica.storage,
       create: replicaRow,
       update: updateReplica,
     },
@@ -205,7 +205,7 @@ function updateReplica(row, item) {
 function showActions(page, cluster, item) {
   const kinds = cluster.can_change ? changesOfPartition() : [];
   keyed(page.actions, kinds, {
-    key: (each) => each.name,
+    key: (client) => client.name,
     create: (kind) =>
       el(
         "button",
@@ -243,7 +243,7 @@ async function loadRejections(page, partition, signal) {
   }
 }
 
-// The clients with the most rejections, so that the user need not count rows.
+// Name the clients with the most rejections, so that the user need not count rows.
 function rejectedClientsText(rejections) {
   const counts = new Map();
   for (const { client_id } of rejections) counts.set(client_id, (counts.get(client_id) ?? 0) + 1);
@@ -257,14 +257,14 @@ function rejectedClientsText(rejections) {
 
 function showRejections(page, partition, rejections) {
   const countByName = new Map();
-  const items = rejections.map((each) => {
-    const name = `${each.request_id} ${each.time_ms}`;
+  const items = rejections.map((rejection) => {
+    const name = `${rejection.request_id} ${rejection.time_ms}`;
     countByName.set(name, (countByName.get(name) ?? 0) + 1);
-    return { ...each, name: `${name} ${countByName.get(name)}` };
+    return { ...rejection, name: `${name} ${countByName.get(name)}` };
   });
   keyed(page.rejections, items, {
-    key: (each) => each.name,
-    create: (each) => rejectionRow(partition, each),
+    key: (rejection) => rejection.name,
+    create: (rejection) => rejectionRow(partition, rejection),
   });
 }
 

@@ -1,9 +1,9 @@
-// Requests to the gateway: one, or one after the other while the page is visible.
+// Requests to the gateway: single requests, and polling while the page is visible.
 //
 // Rules:
-//   1. A poll never has two requests at the same time, and none while the page is hidden.
+//   1. Polling never sends two requests at the same time, and sends none while the page is hidden.
 //   2. A request ends after its timeout.
-//   3. After 401 the user is asked for a token, and the request is sent again.
+//   3. After status 401, a dialog asks the user for a token, and the request is sent again.
 
 import { askForToken, currentToken, isSignInDeclined, pendingSignIn } from "./token.js";
 
@@ -44,7 +44,7 @@ export async function request(
       return await send(path, { token, timeout_ms, signal, body });
     } catch (error) {
       if (error.status !== 401) throw error;
-      // Another request may have asked in the meantime.
+      // Meanwhile the user may have entered a token for another request.
       if (token === currentToken()) await askForToken(error.message);
     }
   }
@@ -129,7 +129,7 @@ export function poll(task, interval_ms) {
         try {
           await task(control.signal);
         } catch (error) {
-          if (!control.signal.aborted) console.error(error); // a bug; the next answer may be fine
+          if (!control.signal.aborted) console.error(error); // a bug; later answers may work
         }
       }
       if (control.signal.aborted) break;
@@ -141,7 +141,7 @@ export function poll(task, interval_ms) {
   run();
   return {
     pollNow: () => {
-      isPollRequested = true; // also if a request is under way: its answer may be too old
+      isPollRequested = true; // even if a request is in flight, because its answer may be too old
       wake();
     },
     stop: () => {

@@ -1,4 +1,4 @@
-// The token of the user: a dialog asks for it, and this tab's session storage keeps it.
+// The token of the user: a dialog asks for it, and the session storage of this tab keeps it.
 
 import { setHidden, setText } from "./dom.js";
 
@@ -12,7 +12,7 @@ export const currentToken = () => state.token;
 export const isSignInDeclined = () => state.isDeclined;
 export const pendingSignIn = () => state.pending;
 
-// Storage can be blocked by the browser; then the token lives as long as the page.
+// The browser can block session storage; then the token is kept only until the page is closed.
 function read() {
   try {
     return sessionStorage.getItem(KEY) ?? "";
@@ -37,7 +37,7 @@ function showButtons() {
   setHidden(find("sign-in"), !state.isDeclined);
 }
 
-// Show the dialog; the promise is fulfilled when the user has entered a token or has declined.
+// Show the dialog; the promise is fulfilled when the user has entered a token or has cancelled.
 export function askForToken(problem) {
   if (state.pending !== null) return state.pending;
   const dialog = find("token-dialog");
@@ -81,7 +81,7 @@ export function startToken() {
   find("sign-in").addEventListener("click", () => askForToken(""));
   find("sign-out").addEventListener("click", () => {
     write("");
-    location.reload(); // forgets the data that was shown with this token
+    location.reload(); // to forget the data that was shown with this token
   });
   showButtons();
 }

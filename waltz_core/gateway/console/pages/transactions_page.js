@@ -1,9 +1,9 @@
 // The transactions of a partition: pages by ID or time, a header filter, and following the tail.
 //
 // Rules:
-//   1. The URL has the state: first or last, header, open and follow.
-//   2. The table has at most ROWS_MAX rows; following removes the oldest.
-//   3. A payload is text: it is never interpreted as anything else.
+//   1. The URL contains the state of the page: first or last, header, open and follow.
+//   2. The table has at most ROWS_MAX rows; while following, the oldest rows are removed.
+//   3. A payload is shown only as text, and is never interpreted, for example as HTML.
 
 import {
   copyButton,
@@ -22,7 +22,7 @@ const PAGE_SIZE = 50;
 const FOLLOW_SIZE = 200;
 const FOLLOW_POLL_MS = 1000;
 const ROWS_MAX = 500;
-const SKIP_OVER = 2000; // following skips ahead if the tail is farther away than this
+const SKIP_OVER = 2000; // when following lags by more transactions, it skips to the tail
 const PREVIEW_MAX = 200;
 const END_PX = 40;
 const COLUMNS = ["ID", "Time", "#Header", "#Client", "Request ID", "#Size", "Format", "Payload"];
@@ -320,7 +320,7 @@ function fail(page, message, hint = "") {
 }
 
 function jumpToId(page) {
-  const id = page.idField.value.replace(/[\s,]+/g, ""); // pasted with separators
+  const id = page.idField.value.replace(/[\s,]+/g, ""); // a pasted ID may contain separators
   if (digitsOrNull(id) === null)
     fail(page, "this is not a transaction ID", "Enter a whole number.");
   else go(page, { first: id, open: id });
@@ -385,7 +385,7 @@ function toggleFollow(page) {
 function follow(page) {
   page.next = null;
   page.isLate = false;
-  for (const each of [page.older, page.oldest, page.newer, page.newest]) enable(each, false);
+  for (const button of [page.older, page.oldest, page.newer, page.newest]) enable(button, false);
   setText(page.status, "Loading…");
   page.following = poll(
     (signal) => followOnce(page, signal),
@@ -413,13 +413,13 @@ async function followOnce(page, signal) {
   } catch (error) {
     if (signal.aborted) return;
     page.isLate = false;
-    // Expiry has removed the next transaction: start again at the tail.
+    // The next transaction has expired: start again at the tail.
     if (Number.isInteger(error.fields?.first_available)) page.next = null;
     showError(page.error, error);
   }
 }
 
-// Following does not move the rows while the user has scrolled back or has selected text.
+// While the user has scrolled back or has selected text, following does not move the rows.
 function isReading({ box }) {
   if (box.hidden) return false;
   const selection = getSelection();
@@ -428,13 +428,13 @@ function isReading({ box }) {
 }
 
 function addFollowed(page, answer, { isStart }) {
-  const isAtEnd = isStart || !isReading(page); // the user may have scrolled since the request
+  const isAtEnd = isStart || !isReading(page); // the user may have scrolled after the request
   addRows(page, answer.transactions);
   page.answer = answer;
   page.next = answer.next;
   page.mark = answer.high_water_mark;
   page.isLate = answer.next <= answer.high_water_mark;
-  // With a filter, few rows are shown even if many transactions are between them.
+  // With a filter, there may be many transactions between the few rows that are shown.
   if (page.header === "" && answer.high_water_mark - answer.next > SKIP_OVER) {
     addGap(page, answer.high_water_mark - answer.next);
     page.next = answer.high_water_mark - PAGE_SIZE + 1;
@@ -445,12 +445,15 @@ function addFollowed(page, answer, { isStart }) {
 }
 
 function removeOldest(page) {
-  for (const each of page.rows.splice(0, Math.max(0, page.rows.length - ROWS_MAX))) {
-    if (each.row.contains(document.activeElement) || each.detail?.contains(document.activeElement))
+  for (const removed of page.rows.splice(0, Math.max(0, page.rows.length - ROWS_MAX))) {
+    if (
+      removed.row.contains(document.activeElement) ||
+      removed.detail?.contains(document.activeElement)
+    )
       page.box.focus();
-    each.gap?.remove();
-    each.row.remove();
-    each.detail?.remove();
+    removed.gap?.remove();
+    removed.row.remove();
+    removed.detail?.remove();
   }
 }
 
@@ -477,8 +480,8 @@ function clearRows(page) {
 }
 
 function addRows(page, transactions) {
-  for (const each of transactions) {
-    const item = createRow(page, each);
+  for (const transaction of transactions) {
+    const item = createRow(page, transaction);
     page.rows.push(item);
     page.body.append(item.row);
     if (String(item.id) === page.open) {
@@ -574,7 +577,7 @@ function createDetail({ id, transaction, page }) {
 }
 
 function toggleAll(page) {
-  const isOpen = page.rows.some((each) => each.button.getAttribute("aria-expanded") !== "true");
-  for (const each of page.rows) toggle(each, isOpen);
+  const isOpen = page.rows.some((row) => row.button.getAttribute("aria-expanded") !== "true");
+  for (const row of page.rows) toggle(row, isOpen);
   setText(page.expand, isOpen ? "Collapse all" : "Expand all");
 }
