@@ -76,9 +76,9 @@ def combine_many(crc_a: U32, crc_b: U32, len_b: I64 | int) -> U32:
 
 
 def shift_many(crcs: U32, length: I64 | int) -> U32:
-    """Shift each CRC by `length` bytes: return the part that it adds to the CRC of longer bytes.
+    """Shift each CRC by `length` bytes, for bytes that `length` more bytes follow.
 
-    XOR the result with the CRC of the following `length` bytes to get the CRC of both. `length` is
+    The XOR of the result and the CRC of the following bytes is the CRC of both parts. `length` is
     one number of bytes per row, or one for all rows, which is cheaper.
     """
     if isinstance(length, int):

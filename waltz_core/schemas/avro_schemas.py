@@ -9,9 +9,9 @@ Rules:
     2. An element of an array or a map takes at least one byte, and contains at most
        `VALUES_PER_BYTE` values for each of its bytes, not counting nested arrays and maps.
        Otherwise a payload of a few bytes could contain a count for billions of values.
-    3. Logical types are renamed, so that `avro_values.py` converts them instead of fastavro.
-       fastavro's conversions lose information, or take a time that is quadratic in the size of the
-       payload. Unknown logical types are ignored, as the specification demands.
+    3. Logical types are renamed, so that `avro_values.py` converts them instead of fastavro. Some
+       conversions of fastavro lose information, or take a time that is quadratic in the size of
+       the payload. Unknown logical types are ignored, as the specification demands.
 """
 
 import re

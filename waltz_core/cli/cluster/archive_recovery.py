@@ -137,7 +137,7 @@ class ArchiveRecovery:
                 )
             return candidate.mark
         replica, start = max(
-            log.replica_start_ids.items(), key=lambda problem_text: problem_text[1]
+            log.replica_start_ids.items(), key=lambda replica_start: replica_start[1]
         )
         if not names and start == BEFORE_FIRST:
             return None
