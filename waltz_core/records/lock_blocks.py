@@ -54,7 +54,7 @@ TRAILER_BYTES: Final = _TRAILER.size
 
 
 class LogEnd(NamedTuple):
-    """The current or an earlier end of the log: the last ID of a batch, and the hash chain there."""
+    """The current or an earlier end of the log: the last ID of a batch, and its hash chain."""
 
     last: TransactionId
     chain: Chain
