@@ -66,7 +66,7 @@ class RecoveredLog:
 
 
 class _CandidateManifest(NamedTuple):
-    """A manifest that is a candidate: its archived mark, and its available objects."""
+    """A manifest that may fit (rule 2): its archived mark, and its available objects."""
 
     mark: ArchivedMark
     objects: list[ObjectEntry]
