@@ -1,7 +1,7 @@
 """Client IDs that servers issue, each with a proof (an HMAC) of its principal (AC 9).
 
-A server stores nothing for an ID that it issues: every server can verify the proof. IDs below
-`FIRST_ISSUED_ID` are IDs that clients have allocated in ZooKeeper themselves.
+A server stores nothing for an ID that it issues: every server can verify the proof, in every
+generation. Clients have allocated the IDs below `FIRST_ISSUED_ID` in ZooKeeper themselves.
 
 A rebuild or a restore of the cluster may reset the counter of issued IDs, so that IDs are issued a
 second time. Therefore the permissions then get a new signing key, and the proofs of the earlier IDs

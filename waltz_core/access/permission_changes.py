@@ -6,7 +6,7 @@ Rules:
     1. Input is checked here, before `access_node` encodes it. A value that no permissions may
        contain raises BadConfig. A change that does not fit the existing permissions raises
        BadRequest.
-    2. A grantee has at most one grant for each verb that was changed; the grant contains all its
+    2. After a change of a verb, the grantee has at most one grant of this verb, with all of its
        partitions.
     3. Without a grant of `replicate` for a partition, no server can open a session of the
        partition. So a change must not remove the last such grant, unless the caller forces it

@@ -6,8 +6,8 @@ without limits have no `Quota`. Callers pass the time, in nanoseconds of a monot
 Rules:
     1. All connections of a principal share its quota. A principal with `replicate` has no quota.
     2. A quota is a token bucket. A request may begin when all earlier requests are paid for, and is
-       charged as a whole when it begins. So even a request that exceeds the limit for a second can
-       begin, and later requests wait until it is paid for.
+       charged as a whole when it begins. So a request can begin even if it costs more than the
+       limit of one second; later requests wait until it is paid for.
     3. After an idle time, a bucket permits a burst: the amount that the limit permits in
        `BURST_NS`.
     4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and is not charged.
@@ -40,11 +40,11 @@ IDS_PER_S: Final = 100
 IDS_PER_BURST: Final = 20_000
 _IDS_BURST_NS: Final = IDS_PER_BURST * SECOND_NS // IDS_PER_S
 OTHER_LABEL: Final = "other"
-# Above this number, quotas without connections are dropped, except those still in use.
+# At this number, quotas without connections and with full buckets are dropped.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
-# A rejected request counts as one more rejection for each multiple of this size, because its bytes
-# were received.
+# A large rejected request counts as several rejections: one, and one more for each multiple of this
+# size, because the daemon has received its bytes.
 BYTES_PER_REJECTION: Final = 32 * 1024
 # The retry delay that a rejected connection or feed receives.
 REJECTED_CONNECTION_RETRY_MS: Final = 1_000

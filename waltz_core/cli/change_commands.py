@@ -121,7 +121,7 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
 def audit_change(
     coordinator: Coordinator, *, may_create_cluster: bool = False
 ) -> AbstractAsyncContextManager[None]:
-    """Record a block of this command in the audit log (`record_change`)."""
+    """Write an audit entry of this command, with the outcome of a block (`record_change`)."""
     entry = AuditEntry(user_and_host(), now_ms(), shlex.join(sys.argv[1:]))
     return record_change(coordinator, entry, may_create_cluster=may_create_cluster)
 

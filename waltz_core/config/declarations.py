@@ -278,7 +278,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     kind: ClassVar[str] = "storage"
 
     # A daemon waits longer than a client, because no user waits for the daemon, and its log states
-    # the reason.
+    # why it waits.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(60_000)
     directory: str = setting(
         "",
@@ -461,7 +461,7 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     kind: ClassVar[str] = "server"
 
     # A daemon waits longer than a client, because no user waits for the daemon, and its log states
-    # the reason.
+    # why it waits.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(60_000)
     listen_host: str = setting(
         "127.0.0.1",

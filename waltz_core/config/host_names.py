@@ -1,7 +1,7 @@
 """Checks whether a text is a valid host.
 
 Settings and connect strings reject invalid hosts. This module must not import `dns_lookup.py`,
-which uses threads: the simulator also reads settings.
+which uses threads, because the simulator reads settings but runs without threads.
 """
 
 import ipaddress

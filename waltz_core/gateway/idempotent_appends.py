@@ -21,8 +21,8 @@ Rules:
        repetition of the request gets these outcomes.
     6. The registry stores the hash of the request as the name of the run, so a key cannot be used
        for two different requests.
-    7. Only the latest attempt may finish the write, because a later attempt may append a
-       transaction that was rejected because of a lock in an earlier attempt.
+    7. Only the latest attempt may finish the write. Otherwise an earlier attempt could store that a
+       lock has rejected a transaction, although a later attempt has appended this transaction.
     8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
        `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because concurrent
        changes of the registry conflict, and must then be repeated.
@@ -64,7 +64,7 @@ _INTERRUPTING_ERRORS: Final = (errors.Unavailable, errors.Superseded, errors.Per
 
 
 class _Rejection(NamedTuple):
-    """Why a transaction was rejected: the winner of the lock (or `_MARK_ABOVE_LOG`), and a mark."""
+    """A rejected transaction: the winner of its lock (or `_MARK_ABOVE_LOG`), and the log's mark."""
 
     winner: int
     high_water_mark: int

@@ -57,7 +57,8 @@ LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 # An append batch has about 700 bytes of Arrow metadata.
 _METADATA_BYTES_MAX: Final = 16 * 1024
 _STREAM_END_BYTES: Final = 8  # a continuation marker and a length of 0
-# If rows have at least this average size, a view of a row is cheaper than a copy for its CRC.
+# From this average size of rows on, CRCs are computed over views of the rows, because copies would
+# cost more.
 _VIEWED_ROW_BYTES_MIN: Final = 1024
 # The exceptions of pyarrow for unreadable bytes. Not all of them are subclasses of ArrowException.
 _UNREADABLE_ERRORS: Final = (
@@ -444,9 +445,9 @@ def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
 
 
 def _verify_data(rows: AppendRows) -> None:
-    # To compute one CRC over all rows and compare it with the combination of their CRCs would take
-    # a third of the time. But a client could choose wrong CRCs that combine correctly, and the log
-    # would contain wrong records.
+    # One CRC over all rows, compared with the combination of their CRCs, would take a third of the
+    # time. But a client could choose wrong CRCs that combine correctly, and the log would contain
+    # wrong records.
     wrong_rows = np.flatnonzero(checksum.crc32_of_each(rows.data.to_pylist()) != rows.crcs)
     if wrong_rows.size:
         raise BadRequest(
@@ -650,7 +651,7 @@ def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
 
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
-    # Arrow stores microseconds, so not every int64 of milliseconds fits. A stamp that is too large
+    # Arrow stores microseconds, so not every int64 of milliseconds fits. A stamp that does not fit
     # is clipped; no code depends on its value.
     stamp_ms_max = np.iinfo(np.int64).max // 1000
     stamps_us = raw_records.stamps_of(

@@ -76,9 +76,9 @@ def combine_many(crc_a: U32, crc_b: U32, len_b: I64 | int) -> U32:
 
 
 def shift_many(crcs: U32, length: I64 | int) -> U32:
-    """Shift each CRC by `length` bytes: return the part that it adds to the CRC of longer bytes.
+    """Shift each CRC by `length` bytes, for bytes that `length` more bytes follow.
 
-    XOR the result with the CRC of the following `length` bytes to get the CRC of both. `length` is
+    The XOR of the result and the CRC of the following bytes is the CRC of both parts. `length` is
     one number of bytes per row, or one for all rows, which is cheaper.
     """
     if isinstance(length, int):
@@ -98,9 +98,10 @@ def crc32_of_run(crcs: U32, lengths: I64) -> int:
 
     Records on disk have this form. `crcs` are the CRCs in the rows, and `lengths` are the lengths
     of the whole rows in bytes. The function does not read the bytes of the rows. A row that is
-    followed by d bytes adds `x**8d` times the CRC of the whole row. The CRC of the whole row
-    follows from the CRC in the row, bit by bit. So there is one sum of powers for each bit, over
-    the rows whose CRC has this bit, and only 33 products.
+    followed by d bytes adds `x**8d` times the CRC of the whole row to the result. The CRC of the
+    whole row is a linear function of the 32 bits of the CRC in the row, plus a constant. So the
+    function first adds the powers `x**8d` for each bit, over the rows whose CRC has this bit. Then
+    33 products are enough: one for each bit, and one for the constant.
     """
     assert crcs.shape == lengths.shape
     powers = _powers()

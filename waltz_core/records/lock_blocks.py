@@ -32,7 +32,7 @@ from waltz_core.records.record import Chain, TransactionId
 Buffer = bytes | memoryview
 
 HASH_BYTES: Final = 4
-# A batch with more bytes of locks has no block, because the block would not fit into a frame.
+# A batch with more bytes of locks has no block, so that every block fits into a frame.
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
 TRAILER: Final = ByteLayout(
@@ -54,7 +54,7 @@ TRAILER_BYTES: Final = _TRAILER.size
 
 
 class LogEnd(NamedTuple):
-    """The log's end, now or earlier: the last ID of a batch, and the hash chain there."""
+    """The current or an earlier end of the log: the last ID of a batch, and its hash chain."""
 
     last: TransactionId
     chain: Chain

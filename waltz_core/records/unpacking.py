@@ -11,8 +11,8 @@ Rules:
        column.
     3. A nested array is built from its children, and each child is cast separately. A cast of the
        whole array would also cast the values under a null, which may have another type.
-    4. In Spark, a key of a payload matches a column whose name differs only in case, unless
-       `spark.sql.caseSensitive` is on. Outside of Spark, a key must match exactly.
+    4. A key of a payload must be equal to the name of its column. In Spark, it may also differ in
+       case, unless `spark.sql.caseSensitive` is on.
     5. A field that is not nullable never contains a null, because Spark plans queries accordingly.
        A null or absent value does not fit such a field.
 """

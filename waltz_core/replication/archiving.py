@@ -279,7 +279,7 @@ class SessionArchiver:
         self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
     def on_mark_before_log_start(self, now_ms: int) -> None:
-        """The log of the compared replica begins after the recorded mark, so has no chain at it."""
+        """The log of the compared replica begins after the recorded mark: it has no chain there."""
         self._on_mark_mismatch("begins later", now_ms)
 
     def _on_mark_mismatch(self, difference: str, now_ms: int) -> None:

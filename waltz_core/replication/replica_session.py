@@ -84,7 +84,7 @@ class ReplicaStage(Enum):
     PREPARING = auto()  # PREPARE was sent
     REPAIRING = auto()  # The replica has answered; its log is not yet equal to the decided log.
     READY = auto()  # The mark is set; ZooKeeper does not record the replica as engaged.
-    ENGAGED = auto()  # ZooKeeper records the replica as engaged: it gets live appends and counts.
+    ENGAGED = auto()  # ZooKeeper records the replica as engaged, so it gets live appends.
 
 
 MARKED: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)

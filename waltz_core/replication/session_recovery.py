@@ -134,7 +134,7 @@ class Recovery:
             for replica, state in self.states.items()
             if state.closing_high_water_mark == UNRESOLVED
         ]
-        # None is final (rule 1).
+        # None: the replica is UNKNOWN, which never changes (rule 1).
         self._synced_last: dict[ReplicaId, TransactionId | None] = {}
         self.mark: TransactionId | None = None
 

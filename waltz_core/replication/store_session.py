@@ -590,7 +590,7 @@ class StoreSession:
         return True
 
     def _on_mark_checked(self) -> None:
-        """One replica's log was compared with the recorded archived mark: settle, or end."""
+        """A log was compared with the recorded archived mark: settle, or end the session."""
         if self._archiver.contradiction is not None:
             self.end(SessionEnd(EndCause.REJECTED, self._archiver.contradiction))
         else:

@@ -9,9 +9,9 @@ Rules:
     2. An element of an array or a map takes at least one byte, and contains at most
        `VALUES_PER_BYTE` values for each of its bytes, not counting nested arrays and maps.
        Otherwise a payload of a few bytes could contain a count for billions of values.
-    3. Logical types are renamed, so that `avro_values.py` converts them instead of fastavro.
-       fastavro's conversions lose information, or take a time that is quadratic in the size of the
-       payload. Unknown logical types are ignored, as the specification demands.
+    3. Logical types are renamed, so that `avro_values.py` converts them instead of fastavro. Some
+       conversions of fastavro lose information, or take a time that is quadratic in the size of
+       the payload. Unknown logical types are ignored, as the specification demands.
 """
 
 import re
@@ -30,8 +30,8 @@ VALUES_PER_BYTE: Final = 16
 FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
 # The prefix of renamed logical types (rule 3).
 RENAMED_PREFIX: Final = "waltz-"
-# The key for the default of a field. Readers need no default, and `avro_values.py` writes defaults
-# itself.
+# The key that replaces "default" in fields, so that fastavro sees no defaults. Readers need none,
+# and `avro_values.py` writes defaults itself.
 DEFAULT_KEY: Final = f"{RENAMED_PREFIX}default"
 ROOT_NAME: Final = "topLevelRecord"  # the name that Spark's to_avro uses
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

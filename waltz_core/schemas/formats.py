@@ -10,8 +10,8 @@ Rules:
        `SCHEMAS_MAX` IDs, because payloads contain the IDs, and a writer chooses them.
     2. A serializer contains only references, so that it can be sent to another process: URLs, the
        name of a file with credentials, subject and schema. Each process has its own cache.
-    3. An outage of the schema registry raises `Unavailable`; the payload is not reported as
-       damaged.
+    3. An outage of the schema registry raises `Unavailable`. It is never reported as a payload that
+       is damaged or does not fit.
 """
 
 import json

@@ -11,8 +11,8 @@ Rules:
        - `Unavailable`: the registry does not answer now. An outage is never reported as a missing
          schema.
     2. All requests for one schema share one time limit, including the requests for the schemas to
-       which it refers. Each address of the registry gets an equal share of the remaining time; then
-       the next address is used.
+       which it refers. Each address of the registry gets an equal share of the remaining time. If
+       it does not answer within its share, the next address is used.
     3. A schema refers to at most `REFERENCES_MAX` other schemas, directly or indirectly.
 """
 

@@ -22,7 +22,7 @@ Life of an append
        connection (`lanes`).
     2. When a store session is settled and the limit of appends in flight permits it, the pipeline
        takes a slice of requests (`pipeline.process_slice`). The lane that was served least is
-       always next. The pipeline takes small requests together, and a large request alone.
+       next. The pipeline takes small requests together, and a large request alone.
     3. `admission` checks the mount, the generation and the checksums. It rejects rows that fail
        these checks, each with a reason.
     4. The lock table validates the rows in order (`validation`). Accepted rows get IDs, which are

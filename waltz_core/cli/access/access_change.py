@@ -93,10 +93,10 @@ class RevisionUse:
     outdated_daemons: dict[str, str] = field(default_factory=dict)
     daemons_without_revision: list[str] = field(
         default_factory=list
-    )  # daemons that publish no revision
+    )  # registered servers and storages that publish no revision
     unregistered_servers: list[str] = field(
         default_factory=list
-    )  # servers; they publish none either
+    )  # unregistered servers that publish no revision
     was_revision_published: bool = False  # whether any daemon has ever published a revision
 
     @property

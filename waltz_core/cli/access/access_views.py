@@ -56,7 +56,7 @@ list_command.help_details = (
 
 
 def permissions_json(permissions: Permissions, at_ms: int) -> dict[str, Any]:
-    """Return the permissions for JSON, without secrets; tokens are expired or not at `at_ms`."""
+    """Return the permissions for JSON, without secrets; `at_ms` is the time for `is_expired`."""
     return {
         **revision_json(permissions),
         "accepts_0_13": permissions.accepts_0_13,

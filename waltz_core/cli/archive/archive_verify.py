@@ -4,9 +4,9 @@ Without `--repair`, the command changes nothing. It needs ZooKeeper and the arch
 It queries storages only for the URL of the archive. If the command is interrupted, it prints the
 options with which a new run continues.
 
-With `--repair`, the command requests a repair from the owner of the partition, for each damaged
-object: a storage then writes the object again from its log. The command repeats the request until
-the repair has ended, even if the partition moves to another server meanwhile.
+With `--repair`, the command requests the repair of each missing or corrupt object from the owner of
+the partition. A storage then writes the object again from its log. The command repeats the request
+until the repair has ended, even if the partition moves to another server meanwhile.
 """
 
 import asyncio
@@ -195,7 +195,7 @@ async def _verify_partition(
 
 
 def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
-    """Return a text about requested transactions that are not archived.
+    """Return a text about requested transactions that are not archived, and if none is archived.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.
@@ -236,7 +236,8 @@ async def _repair_object(
         )
         return
     object_fields = (problem["name"], problem["first"], problem["last"])
-    token = randbits(63)  # identifies this attempt, not that of an interrupted command
+    # Identifies this attempt, because the owner may still have the outcome of an earlier command.
+    token = randbits(63)
     while True:
         answer = await client.requests.replace_object(partition_id, *object_fields, token=token)
         if answer.is_ended:

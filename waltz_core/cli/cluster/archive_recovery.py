@@ -66,7 +66,7 @@ class RecoveredLog:
 
 
 class _CandidateManifest(NamedTuple):
-    """A manifest that is a candidate: its archived mark, and its available objects."""
+    """A manifest that may fit (rule 2): its archived mark, and its available objects."""
 
     mark: ArchivedMark
     objects: list[ObjectEntry]
@@ -137,7 +137,7 @@ class ArchiveRecovery:
                 )
             return candidate.mark
         replica, start = max(
-            log.replica_start_ids.items(), key=lambda problem_text: problem_text[1]
+            log.replica_start_ids.items(), key=lambda replica_start: replica_start[1]
         )
         if not names and start == BEFORE_FIRST:
             return None

@@ -86,7 +86,7 @@ async def _check_all_servers(
 def connection_checks_of_server(
     server: str, storages: list[str], reported: Mapping[str, bool]
 ) -> list[ConnectionCheck]:
-    """Return the checks of a server for each storage, even for storages without partitions."""
+    """Return a server's check of each storage, even of storages that it does not use yet."""
     name = f"server {server}"
     checks = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):

@@ -5,8 +5,8 @@ applies the same rules to them as to requests from a server. `cluster/change/reb
 based on the answers.
 
 Rules:
-    1. A storage promises only sessions that this command has allocated in ZooKeeper, so no server
-       has the same session.
+    1. No server may have the same session. So `accept-replicas` uses a session that it has claimed
+       in ZooKeeper, and `rebuild-metadata` uses sessions above all promised ones.
     2. A connection is used for one task and then closed. Closing it ends its sessions on the
        storage.
 """

@@ -439,9 +439,9 @@ class AsyncWaltzClient(OpenedByConnect):
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's high-water mark.
 
-        The committed ones of these appends are at or below the mark. If the partition moved during
-        the call, another server may have committed transactions above the mark in the last two
-        seconds. For a mark that is not older than the call, use `high_water_mark(partition,
+        All of these appends that are committed are at or below the mark. If the partition moved
+        during the call, another server may have committed transactions above the mark in the last
+        two seconds. For a mark that is not older than the call, use `high_water_mark(partition,
         linearizable=True)`.
         """
         partition_id = self._check_partition(partition)

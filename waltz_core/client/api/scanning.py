@@ -292,7 +292,7 @@ def open_scan(
     sources: Mapping[int, ReplicaSet],
     columns: ScanColumns,
 ) -> ArrowReader:
-    """Return an Arrow reader of the spans, which reads while its consumer does (rule 2)."""
+    """Return an Arrow reader of the ranges `spans`; it reads only on request (rule 2)."""
 
     def read() -> Iterator[pa.RecordBatch]:
         for partition, start, stop in spans:

@@ -169,7 +169,7 @@ class LocalReader:
             ) from error
 
     def _close_other_files(self, segments: Collection[TransactionId]) -> None:
-        """Close the files of other segments, because a process may open only a few files."""
+        """Close the files of other segments: a log may have more files than a process may open."""
         for segment in [
             open_segment for open_segment in self._files if open_segment not in segments
         ]:

@@ -27,8 +27,8 @@ Invariants:
        would send all of it at once. Instead, the driver reads the transactions after `FeedLagging`,
        as fast as the application applies them.
     8. Submissions with `keeps_order` do not overtake each other. When one of them is reported lost,
-       those that still wait are reported LOST together with it. Of these submissions, only those
-       that were appended after this report are sent.
+       all of them that still wait are reported LOST, too. After this report, the stream sends only
+       those that were appended later.
     9. After a rejection with `retry_after_ms`, the next mount begins at the earliest after this
        time.
 """

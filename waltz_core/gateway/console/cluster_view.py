@@ -317,7 +317,7 @@ def _partition_state(condition: PartitionCondition, available: int) -> str:
 
     An owner without a quorum keeps its session open for a while, but cannot confirm a high-water
     mark. If it confirms a mark, the partition has a quorum, even if the gateway itself cannot
-    connect to these storages.
+    connect to the storages.
     """
     if condition.owner is None:
         return "no_owner"

@@ -133,7 +133,8 @@ class ConsoleChanges:
             PermissionDenied, BadConfig: as for `check_permitted`.
         """
         principal = await self.check_permitted(caller)
-        if len(self._running) >= RUNNING_MAX:  # after the wait, in which others can start
+        # Checked after the wait, because other changes can start meanwhile.
+        if len(self._running) >= RUNNING_MAX:
             raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
         command = shlex.join(kind.command_words(arguments))
         same_changes = [

@@ -10,7 +10,7 @@ Rules:
        fewer transactions than requested, or none, although the log contains more.
     2. Each page makes progress: `next` is above `first`, and `previous` is below `last`, unless the
        log ends there. To read on, the caller requests the page from `next`, or the page that ends
-       at `previous`. If `previous` is -1, the page begins at the first available transaction.
+       at `previous`. If `previous` is -1, no earlier transaction is available.
     3. Together, consecutive pages contain every matching transaction exactly once.
     4. A backward page is read in windows of IDs, from newer to older windows. If a window cannot be
        read completely, its newest transactions are missing. Such a window is dropped, and a smaller
@@ -18,8 +18,8 @@ Rules:
     5. A backward page ends at the first available transaction, even if transactions expire at the
        same time. A forward page that begins at an expired transaction raises BeforeLogStart.
     6. The text of a payload has at most `TEXT_BYTES_MAX` bytes. After the texts of a page have
-       reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. So if a
-       page has only one transaction, its text is never shortened to this limit.
+       reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. The first
+       transaction of a page always has its longest text, so a page of one transaction shows it.
 """
 
 import asyncio

@@ -119,7 +119,7 @@ class PendingSingle:
         self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
     def reject_for(self, conflict: int) -> None:
-        """Reject the transaction for a lock whose last writer is not above `conflict`; final."""
+        """Reject the transaction finally, for a lock whose last writer is not above `conflict`."""
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
     def settle(

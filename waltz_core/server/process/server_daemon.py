@@ -121,7 +121,7 @@ async def serve(
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
-            # A single error is easier to read than a tree of tasks.
+            # A single error is easier to read than an exception group.
             known_errors, _ = group.split(errors.WaltzError)
             if known_errors is None:
                 raise

@@ -291,8 +291,8 @@ function addPartitions(problems, level, partitions, problemText) {
   });
 }
 
-// Notes are not problems. They state whether appends continue, where to find repair commands, and
-// how many states are unknown.
+// Notes are not problems. They state that appends continue (if all partitions are open), where to
+// find repair commands, and how many states are unknown.
 export function notesOf(data) {
   const notes = [];
   if (problemsOf(data).length > 0) {

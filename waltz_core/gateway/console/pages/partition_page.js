@@ -205,7 +205,7 @@ function updateReplica(row, item) {
 function showActions(page, cluster, item) {
   const kinds = cluster.can_change ? changesOfPartition() : [];
   keyed(page.actions, kinds, {
-    key: (client) => client.name,
+    key: (kind) => kind.name,
     create: (kind) =>
       el(
         "button",
