@@ -399,9 +399,10 @@ class GenerationMismatch(Superseded):
 class LockFailed(Superseded):
     """Another transaction has written one of the append's locks after the client's high-water mark.
 
-    If known, `conflicting` is the ID of the transaction that has written the lock, or a later ID.
-    `high_water_mark` is a mark that includes this transaction. After an `append` with the argument
-    `pipelined`, `pipelined_state` is the value of this argument for the next `append`.
+    `conflicting` is the ID of the transaction that has written the lock, or a later ID.
+    `high_water_mark` is a mark that includes this transaction. Each of the two is None if the
+    server does not know it. After an `append` with the argument `pipelined`, `pipelined_state` is
+    the value of this argument for the next `append`.
 
     Action: Apply the log up to `high_water_mark`, compute the transaction again, and append the
     new transaction.

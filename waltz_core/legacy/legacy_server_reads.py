@@ -173,7 +173,7 @@ class LegacyServerReads:
         for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
             part = heads[start : start + CONCURRENT_REQUESTS_MAX]
             payloads = await run_parallel(
-                self._request_data(reader, part_head.transaction_id) for part_head in part
+                self._request_data(reader, head.transaction_id) for head in part
             )
             for head, data in zip(part, payloads, strict=True):
                 # The CRC of the data was checked when the data arrived.

@@ -276,7 +276,7 @@ class LocalCluster:
         try:
             self._prepare(deadline, show_line)
             with self._lock_directory():
-                started = [unstarted for unstarted in self.members if unstarted.process() is None]
+                started = [member for member in self.members if member.process() is None]
                 for member in self.members:
                     self.start(member.name)
             self._await_partitions(deadline, show_line)
@@ -356,9 +356,9 @@ class LocalCluster:
         with self._lock_directory():
             for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
                 running = [
-                    stopped_member
-                    for stopped_member in self.members
-                    if stopped_member.kind == kind and stopped_member.process() is not None
+                    member
+                    for member in self.members
+                    if member.kind == kind and member.process() is not None
                 ]
                 for member in running:
                     self._send_signal(member, signal.SIGTERM)
@@ -721,7 +721,7 @@ class LocalCluster:
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
-                show_line(f"waiting for the end of {', '.join(member.name for member in waiting)}")
+                show_line(f"waiting for {', '.join(member.name for member in waiting)} to start")
                 next_line += PROGRESS_INTERVAL_S
             waiting = [member for member in waiting if not self._is_serving(member)]
             time.sleep(0.05)

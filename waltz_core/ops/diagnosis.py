@@ -271,9 +271,7 @@ class _ClusterDiagnosis:
         for storage in self._cluster.storages.values():
             self._check_storage(storage)
         storages = self._cluster.storages.values()
-        if storages and all(
-            known_storage.is_tls_mismatch or known_storage.is_denied for known_storage in storages
-        ):
+        if storages and all(storage.is_tls_mismatch or storage.is_denied for storage in storages):
             return  # rule 1: the states of the storages are unknown
         self._check_append_latencies()
         self._check_archive()

@@ -411,9 +411,7 @@ def spread_replicas(
         _spread_over_groups(builder, partition_id)
     while _move_one_replica(builder):
         pass
-    return {
-        placed_partition: tuple(replicas) for placed_partition, replicas in builder.replicas.items()
-    }
+    return {partition: tuple(replicas) for partition, replicas in builder.replicas.items()}
 
 
 def fill_up_replicas(

@@ -246,7 +246,7 @@ class StorageDaemon:
             await self._serve_open(engine, stop, on_ready)
             is_clean = True
         except BaseExceptionGroup as group:
-            # Report one error in a sentence, not as a tree of tasks.
+            # Report one error as a message, not as nested exception groups.
             waltz_errors, _ = group.split(errors.WaltzError)
             if waltz_errors is None:
                 raise
