@@ -54,7 +54,7 @@ class Terminal:
         name, *rest = words
         command = COMMANDS.get(name)
         if command is None:
-            raise Refused(f"there is no command {name!r}; `help` lists all")
+            raise Refused(f"unknown command {name!r}; `help` lists the commands")
         if len(rest) != len(command.arguments.split()):
             raise Refused(f"expected: {name} {command.arguments}".rstrip())
         if key is not None and not command.is_write:
@@ -197,7 +197,8 @@ def sentence_of(error: Exception) -> str:
         return f"no: {error}"
     if isinstance(error, OutcomeUnknown):
         return (
-            f"it may be done or not ({error}); `history` shows it, and with --id it may be repeated"
+            f"the outcome is unknown ({error}). Hint: `history` shows whether the command was "
+            "carried out; with --id, you can repeat it safely."
         )
     if isinstance(error, DBAPIError):
         return f"database error: {' '.join(str(error.orig).split())}"
@@ -258,7 +259,9 @@ def main() -> int:
     parser.add_argument("--connect", help="a running cluster")
     parser.add_argument("--database", help="SQLAlchemy's URL of the database")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help=f"default {DIRECTORY}")
-    parser.add_argument("--id", help="a name for this command: given again, it is done once")
+    parser.add_argument(
+        "--id", help="a name for this command; with a used name, nothing is done again"
+    )
     options = parser.parse_intermixed_args()
     if options.connect is not None and options.database is None:
         parser.error("--connect needs --database: each log has a database of its own")

@@ -81,7 +81,7 @@ class Bank:
         def compute_entry(connection: sa.Connection) -> Entry:
             is_account = ACCOUNTS.c.account == account
             if connection.execute(sa.select(ACCOUNTS).where(is_account)).first() is not None:
-                raise Refused(f"there is an account {account} already")
+                raise Refused(f"account {account} exists already")
             return Entry("open", key, account)
 
         self._write_entry(account, key, compute_entry)
@@ -243,7 +243,7 @@ class Bank:
             return_entry = Entry("return", f"{key}/back", send.source, send.cents, send.target)
             self._write_entry(send.source, return_entry.key, lambda _: return_entry)
             raise Refused(
-                f"account {send.target} does not accept it any more; the money was returned"
+                f"account {send.target} no longer accepts the transfer; the amount was returned"
             )
 
 
@@ -260,7 +260,9 @@ def balance_of_active_account(connection: sa.Connection, account: int) -> int:
 def check_can_receive(connection: sa.Connection, account: int, cents: int) -> None:
     """Raise Refused if an account cannot receive an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
-        raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
+        raise Refused(
+            f"expected an amount above 0 and up to {money(CENTS_MAX)}, found {money(cents)}"
+        )
     if balance_of_active_account(connection, account) + cents > CENTS_MAX:
         raise Refused(f"account {account} would hold more than {money(CENTS_MAX)}")
 
@@ -268,7 +270,9 @@ def check_can_receive(connection: sa.Connection, account: int, cents: int) -> No
 def check_can_pay(connection: sa.Connection, account: int, cents: int) -> None:
     """Raise Refused if an account cannot pay an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
-        raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
+        raise Refused(
+            f"expected an amount above 0 and up to {money(CENTS_MAX)}, found {money(cents)}"
+        )
     held = balance_of_active_account(connection, account)
     if held < cents:
         raise Refused(f"account {account} holds {money(held)}, which is less than {money(cents)}")

@@ -425,7 +425,7 @@ def compare(ledger: list[RecordedOutcome], log: list[Entry]) -> Verdict:
     verdict = Verdict()
     _check_order(log, verdict)
     outcomes = {recorded.key: recorded for recorded in ledger}
-    verdict.check(len(outcomes) == len(ledger), "a key was recorded twice")
+    verdict.check(len(outcomes) == len(ledger), "a writer has recorded a key twice")
     seen: Counter[str] = Counter()
     for entry in log:
         content = Content.from_bytes(entry.data)
@@ -433,20 +433,20 @@ def compare(ledger: list[RecordedOutcome], log: list[Entry]) -> Verdict:
         seen[content.key] += 1
         recorded = outcomes.get(content.key)
         if recorded is None:
-            verdict.wrong.append(f"{where} was not written by any process")
+            verdict.wrong.append(f"{where}: no process has written this key")
             continue
         is_equal = recorded.partition == entry.partition and recorded.digest == digest_of(
             entry.data
         )
-        verdict.check(is_equal, f"{where} has other bytes than the sent ones")
+        verdict.check(is_equal, f"{where}: the log has other bytes than the writer has sent")
         verdict.check(
             recorded.outcome in (OK, UNKNOWN),
-            f"{where} was reported as {recorded.outcome} {recorded.why}",
+            f"{where} is in the log, but was reported as {recorded.outcome} {recorded.why}",
         )
         if recorded.outcome == OK:
             verdict.check(
                 recorded.transaction_id == entry.transaction_id,
-                f"{where} was reported as {recorded.transaction_id}",
+                f"{where} was reported as transaction {recorded.transaction_id}",
             )
     for key, times in seen.items():
         verdict.check(times == 1, f"{key} is in the log {times} times")
@@ -454,7 +454,8 @@ def compare(ledger: list[RecordedOutcome], log: list[Entry]) -> Verdict:
         verdict.counts[recorded.outcome] += 1
         if recorded.outcome == OK:
             verdict.check(
-                recorded.key in seen, f"{recorded.key} was reported as committed and is lost"
+                recorded.key in seen,
+                f"{recorded.key} was reported as committed, but is not in the log",
             )
     _check_locks(log, verdict)
     _check_times(log, outcomes, verdict)
@@ -467,7 +468,8 @@ def _check_order(log: list[Entry], verdict: Verdict) -> None:
         expected = following[entry.partition]
         verdict.check(
             entry.transaction_id == expected,
-            f"partition {entry.partition}: expected {expected}, found {entry.transaction_id}",
+            f"partition {entry.partition}: expected transaction ID {expected}, "
+            f"found {entry.transaction_id}",
         )
         following[entry.partition] += 1
     for request_id, times in Counter(entry.request_id for entry in log).items():
@@ -484,8 +486,8 @@ def _check_locks(log: list[Entry], verdict: Verdict) -> None:
             writer = writers.get((entry.partition, lock_hash), -1)
             verdict.check(
                 writer <= content.mark,
-                f"{content.key} at {entry.partition}/{entry.transaction_id} had seen "
-                f"{content.mark} and conflicts with {writer}",
+                f"{content.key} at {entry.partition}/{entry.transaction_id} has high-water mark "
+                f"{content.mark}, and conflicts with transaction {writer}",
             )
         for lock_hash in (*content.writes, *content.appends):
             writers[entry.partition, lock_hash] = entry.transaction_id
@@ -508,8 +510,8 @@ def _check_times(log: list[Entry], outcomes: dict[str, RecordedOutcome], verdict
         latest_sent[entry.partition] = latest
         verdict.check(
             latest <= recorded.reported_s,
-            f"{recorded.key} at {entry.partition}/{entry.transaction_id} was reported before one "
-            "that precedes it was sent",
+            f"{recorded.key} at {entry.partition}/{entry.transaction_id} was reported as committed "
+            "before an earlier transaction of the log was sent",
         )
 
 
@@ -569,8 +571,15 @@ def show_line(text: str) -> None:
 def main() -> int:
     """Run the example; return the exit code: 1 if a comparison failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--transactions", type=int, default=100_000, help="default 100,000")
-    parser.add_argument("--directory", type=Path, help="kept afterwards; default a temporary one")
+    parser.add_argument(
+        "--transactions",
+        type=int,
+        default=100_000,
+        help="number of transactions [default: 100,000]",
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="directory, kept afterwards [default: a temporary one]"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="waltz-writers-") as temporary:
         directory = arguments.directory or Path(temporary)
@@ -585,8 +594,10 @@ def main() -> int:
     for wrong in verdict.wrong[:20]:
         show_line(f"WRONG: {wrong}")
     if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REJECTED)):
-        verdict.wrong.append("nothing was committed, or no lock has rejected anything")
-    show_line(f"four writers: {len(verdict.wrong)} wrong" if verdict.wrong else "four writers: OK")
+        verdict.wrong.append(
+            "expected committed and rejected transactions, found only one kind or none"
+        )
+    show_line(f"four writers: {len(verdict.wrong)} errors" if verdict.wrong else "four writers: OK")
     return 1 if verdict.wrong else 0
 
 

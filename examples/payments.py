@@ -79,7 +79,7 @@ def pay(connect: str, payment: str, *, plain: bool, waits_for_kill: bool) -> Non
             os._exit(1)
         transaction_id = outcome.result()
     if transaction_id is None:
-        print("payer: was paid already")
+        print("payer: the payment was made already")
     else:
         print(f"payer: paid, transaction {transaction_id}")
 
@@ -103,7 +103,10 @@ def run_example(connect: str, options: argparse.Namespace) -> int:
         finally:
             payer.kill()
             payer.communicate()
-        print("the payment is in the log, and the payer was killed before it knew", flush=True)
+        print(
+            "the payment is in the log, and the payer was killed before it received the outcome",
+            flush=True,
+        )
         subprocess.run(command, check=True)
         payments.catch_up(client, partition)
         return payments.numbers.count(payment)

@@ -87,9 +87,9 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         ("partition", "reason"),
         (
             "Transactions that the server has not committed, by reason. Label reason: lock, lost "
-            "(the append is lost), ahead (its high-water mark is above that of the log), "
-            "not_mounted, generation (it names another generation of the partition), no_space, "
-            "too_large or overloaded."
+            "(the store session ended before the commit), ahead (the client's high-water mark is "
+            "above that of the log), not_mounted, generation (the append names another "
+            "generation of the partition), no_space, too_large or overloaded."
         ),
     ),
     (
@@ -517,7 +517,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         (),
         "Transactions that the gateway has reported as committed.",
     ),
-    ("gateway_callers", _GAUGE, (), "Callers, by token, with a client in the gateway."),
+    (
+        "gateway_callers",
+        _GAUGE,
+        (),
+        "Callers (different tokens) for which the gateway has a client.",
+    ),
     ("gateway_feeds", _GAUGE, (), "Feeds that are open."),
     (
         "client_appended_transactions_total",

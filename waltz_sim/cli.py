@@ -107,13 +107,13 @@ def _check_options(arguments: argparse.Namespace) -> None:
     is_one = arguments.seed is not None or arguments.schedule is not None
     for name in ("trace", "shrink"):
         if getattr(arguments, name) and not is_one:
-            raise BadConfig(f"--{name}: expected with --seed or --schedule, found without")
+            raise BadConfig(f"--{name} requires --seed or --schedule")
     for name in ("steps", "rough"):
         if getattr(arguments, name) and arguments.schedule is not None:
-            raise BadConfig(f"--{name}: expected with --seeds or --seed, found with --schedule")
+            raise BadConfig(f"--{name} cannot be used with --schedule")
     for name in ("first", "minutes", "jobs", "report"):
         if getattr(arguments, name) is not None and is_one:
-            raise BadConfig(f"--{name}: expected with --seeds, found with one run")
+            raise BadConfig(f"--{name} requires --seeds; it cannot be used for one run")
 
 
 def _generator(arguments: argparse.Namespace) -> ScheduleGenerator:

@@ -75,8 +75,9 @@ OPTIONS: tuple[Option, ...] = (
         Purpose.BOTH,
         "none",
         "Record an OpenTelemetry span for each task. The value is a function of yours, "
-        "`module:function`, without arguments. Each Python worker calls it once: it sets the "
-        "tracer provider with the exporter. The workers need `waltz-spark[traces]`.",
+        "`module:function`, without arguments. Each Python worker calls the function once, "
+        "so that it sets the tracer provider and the exporter. The workers need "
+        "`waltz-spark[traces]`.",
     ),
     Option(
         "startingHighWaterMarks",
@@ -113,7 +114,7 @@ OPTIONS: tuple[Option, ...] = (
         "columns",
         Purpose.BOTH,
         "all",
-        "The columns to read, in this order. Without `data` among them, tasks fetch only the "
+        "The columns to read, in this order. If `data` is not among them, tasks fetch only the "
         "headers of the transactions. In SQL, the option also determines the columns of `INSERT "
         "INTO` a view.",
     ),

@@ -57,7 +57,7 @@ class MarksSensor(BaseSensorOperator):
     ) -> None:
         super().__init__(**options)
         if (connect is None) == (table is None):
-            raise ValueError(f"expected connect or table, found {connect=} and {table=}")
+            raise ValueError(f"expected either connect or table, found {connect=} and {table=}")
         self.marks = marks
         self.connect = connect
         self.table = table

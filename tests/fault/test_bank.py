@@ -208,7 +208,7 @@ def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
     assert result.stderr.splitlines() == [
         f"no: account {one} holds 87.50, which is less than 87.51",
         "no: expected an amount such as 100 or 12.50, found '-1'",
-        "no: there is no command 'fly'; `help` lists all",
+        "no: unknown command 'fly'; `help` lists the commands",
         "no: expected: deposit ACCOUNT AMOUNT",
         f"no: account {one} holds 87.50; it must be empty",
         f"no: account {one} is deactivated",

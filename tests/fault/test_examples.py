@@ -25,7 +25,7 @@ def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
     ("name", "line"),
     [
         ("counter", "after 10 increments the counter is 10"),
-        ("payments", "payer: was paid already"),
+        ("payments", "payer: the payment was made already"),
     ],
 )
 def test_with_locks_the_anomaly_does_not_happen(waltz_cluster, name, line):

@@ -62,13 +62,13 @@ def entry(key: str, transaction_id: int) -> four_writers.Entry:
 @pytest.mark.parametrize(
     ("ledger", "log", "wrong"),
     [
-        ([recorded("a", "committed", 0)], [], "lost"),
+        ([recorded("a", "committed", 0)], [], "is not in the log"),
         ([recorded("a", "rejected")], [entry("a", 0)], "was reported as rejected"),
         ([recorded("a", "lost")], [entry("a", 0)], "was reported as lost"),
-        ([recorded("a", "committed", 1)], [entry("a", 0)], "was reported as 1"),
+        ([recorded("a", "committed", 1)], [entry("a", 0)], "was reported as transaction 1"),
         ([recorded("a", "unknown")], [entry("a", 0), entry("a", 1)], "is in the log 2 times"),
-        ([], [entry("a", 0)], "was not written by any process"),
-        ([recorded("a", "committed", 1)], [entry("a", 1)], "expected 0, found 1"),
+        ([], [entry("a", 0)], "no process has written this key"),
+        ([recorded("a", "committed", 1)], [entry("a", 1)], "expected transaction ID 0, found 1"),
     ],
 )
 def test_the_comparison_detects_a_wrong_history(ledger, log, wrong):
@@ -87,7 +87,9 @@ def test_the_comparison_detects_a_committed_conflict():
         )
         for number, row in enumerate(rows)
     ]
-    assert any("conflicts with 0" in each for each in four_writers.compare(ledger, log).wrong)
+    assert any(
+        "conflicts with transaction 0" in each for each in four_writers.compare(ledger, log).wrong
+    )
 
 
 def test_the_comparison_accepts_a_correct_history():

@@ -66,7 +66,7 @@ def test_a_sensor_answers_whether_all_marks_are_reached(
     answers = [line for line in output.splitlines() if line.startswith("answer ")]
     assert [each.removeprefix("answer ") for each in answers] == [
         *("True", "False", "True", "False", "False"),
-        "expected connect or table, found connect=None and table=None",
+        "expected either connect or table, found connect=None and table=None",
     ]
 
 

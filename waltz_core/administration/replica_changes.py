@@ -108,7 +108,7 @@ async def replace_storage(
     return {
         "storage": new,
         "moved": len(placement),
-        "summary": f"storage {new} has all replicas of {old}: {len(placement)}",
+        "summary": f"storage {new} has replaced {old}; moved replicas: {len(placement)}",
     }
 
 
@@ -164,7 +164,9 @@ async def _add_replacement(
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await run.coordinator.storages.read_layout()
     await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
-    summary = f"the new storage at {address} has all replicas of the old one: {len(placement)}"
+    summary = (
+        f"the new storage at {address} has replaced the old one; copied replicas: {len(placement)}"
+    )
     if not placement:
         summary = (
             f"storage {address} has no replicas, and every partition has the usual number of "
@@ -178,7 +180,7 @@ async def _unregister_storage(run: ChangeRun, address: ReplicaId) -> None:
     """Remove a storage and its ID from ZooKeeper."""
     await run.coordinator.storages.change_layout(lambda old: old.without_storage(address))
     await run.coordinator.storages.forget_storage_id(address)
-    run.note_step(f"storage {address} is excluded from new replicas")
+    run.note_step(f"storage {address} is no longer registered in ZooKeeper")
 
 
 def _admin_port_or_default(admin_port: int | None, address: str) -> int:

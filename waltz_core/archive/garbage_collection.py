@@ -213,12 +213,12 @@ def _check_versions(files: "list[ListedFile]") -> None:
         session_heads = list(group)
         if newest is not None and session_heads[0].version < newest.version:
             raise BadRequest(
-                "garbage collection of the archive stopped, and nothing is deleted: expected "
-                f"each later session to write manifests with versions above {newest.version} "
-                f"(manifest {newest.name} of session {newest.session_id}), found "
-                f"{session_heads[0].name}. ZooKeeper was rolled back, so backups may need files "
-                "that ZooKeeper no longer records. Hint: read docs/archive.md, section "
-                "'Garbage, and stores that hang'."
+                "garbage collection of the archive stopped, and nothing is deleted: manifest "
+                f"{session_heads[0].name} of session {session_heads[0].session_id} has version "
+                f"{session_heads[0].version}, but manifest {newest.name} of the earlier session "
+                f"{newest.session_id} has version {newest.version}. ZooKeeper was rolled back, so "
+                "backups may need files that ZooKeeper no longer records. Hint: read "
+                "docs/archive.md, section 'Garbage, and stores that hang'."
             )
         newest = max(session_heads[-1], newest or session_heads[-1], key=lambda head: head.version)
 
@@ -242,9 +242,9 @@ def _check_origin(name: str, origin: FileOrigin, job: GarbageCollectionJob) -> N
     is_own = (origin.session_id, origin.nonce) == (job.session_id, job.nonce)
     if origin.session_id >= job.session_id and not is_own:
         raise BadRequest(
-            "garbage collection of the archive stopped: expected that no other owner has "
-            f"written files since session {job.session_id}, found {name}. Hint: a later owner "
-            "may have written the file, if this server has lost the partition. Otherwise "
-            "ZooKeeper was rolled back, or another cluster with the same cluster key uses "
-            "this archive."
+            "garbage collection of the archive stopped: expected no files of other "
+            f"owners since session {job.session_id}, found {name}. Either this server has lost "
+            "the partition to a later owner, or ZooKeeper was rolled back, or another cluster "
+            "with the same cluster key uses this archive. Hint: read docs/archive.md, section "
+            "'Garbage, and stores that hang'."
         )

@@ -97,7 +97,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
             },
             "cluster.cluster_preferences": {
                 "prefer": "make a server the preferred owner of some partitions",
-                "unprefer": "remove a server's preference for some partitions",
+                "unprefer": "no longer prefer a server as the owner of some partitions",
                 "audit": "list the changes that commands have made: user, time and outcome",
             },
             "cluster.cluster_disaster_recovery": {
@@ -152,7 +152,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
                 "mark-suspect": (
                     "mark replicas as suspect, for example after a disk was restored from a copy"
                 ),
-                "re-seed": "delete the logs of replicas and copy them from the other replicas",
+                "re-seed": "delete the logs of replicas, and copy them from other replicas again",
             },
             "storage.storage_scrub": {
                 "scrub": "verify the records on disk now, and show the progress",
@@ -178,7 +178,9 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
             },
             "cluster.cluster_preferences": {
                 "add-preferred-partition": "make a server the preferred owner of some partitions",
-                "remove-preferred-partition": "remove a server's preference for some partitions",
+                "remove-preferred-partition": (
+                    "no longer prefer a server as the owner of some partitions"
+                ),
             },
         },
         (

@@ -678,10 +678,10 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     )
     high_water_mark_staleness_ms_max: int = _ms_setting(
         2_000,
-        "Maximum staleness of a high-water mark that the server returns. When a quorum of "
-        "replicas has confirmed the server's session, the server returns its mark without a "
-        "further query for this time. If it is too short, the server queries the replicas more "
-        "often. If it is too long, a server that has lost a partition returns old marks.",
+        "Maximum staleness of a high-water mark that the server returns. After a quorum of "
+        "replicas has confirmed the server's store session, the server returns its mark for "
+        "this time without another query. If it is too short, the server queries the replicas "
+        "more often. If it is too long, a server that has lost a partition returns old marks.",
     )
     balance: str = setting(
         "count",
@@ -918,8 +918,8 @@ class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     )
     feeds_max: int = setting(
         256,
-        "Maximum number of feeds that are open at the same time. Each has a connection to a "
-        "server, and up to 4 MiB of payloads in memory.",
+        "Maximum number of feeds that are open at the same time. Each feed has a connection to "
+        "a server, and up to 4 MiB of payloads in memory.",
         minimum=1,
         maximum=100_000,
     )

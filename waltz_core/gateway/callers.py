@@ -217,7 +217,10 @@ class Callers:
             return
         idle = [caller for caller in self._callers.values() if not caller.request_count]
         if not idle:
-            raise errors.Overloaded(f"the gateway has requests of {CALLERS_MAX} callers")
+            raise errors.Overloaded(
+                f"the gateway already processes requests of {CALLERS_MAX} callers, which is the "
+                "limit. Hint: send the request again later, or use another gateway."
+            )
         oldest = min(idle, key=lambda caller: caller.idle_since_s)
         del self._callers[oldest.token_hash]
         await oldest.close()

@@ -256,8 +256,8 @@ class GatewayRoutes:
             encode, media = as_json_line, JSON_LINES_TYPE
         if self.feed_count >= self._parts.config.feeds_max:
             raise errors.Overloaded(
-                f"the gateway has {self.feed_count} feeds (feeds_max). Hint: use another gateway, "
-                "or read ranges."
+                f"the gateway already has {self.feed_count} open feeds, which is the limit "
+                "(feeds_max). Hint: use another gateway, or read ranges."
             )
         self.feed_count += 1
         stack = AsyncExitStack()

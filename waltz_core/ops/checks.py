@@ -195,7 +195,7 @@ def _check_replicas(condition: PartitionCondition) -> Iterator[FailedCheck]:
         yield FailedCheck("recovery", text, affected)
     if len(condition.replicas.in_sync_replicas) < condition.quorum_size:
         yield FailedCheck(
-            "quorum", f"{name}: less than a quorum of its replicas is in sync", affected
+            "quorum", f"{name}: fewer than a quorum of its replicas are in sync", affected
         )
     elif condition.not_engaged_replicas:
         verb_text = "is" if len(condition.not_engaged_replicas) == 1 else "are"

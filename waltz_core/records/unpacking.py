@@ -371,7 +371,7 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
         if kind == pa.float32():
             (converted,) = struct.unpack("f", struct.pack("f", number))
         if int(converted) != value:
-            raise ValueError(f"{value} has more digits than a {kind} can have")
+            raise ValueError(f"{value} cannot be represented exactly as a {kind}")
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{value} is out of the range of a float")
     return number

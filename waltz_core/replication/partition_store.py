@@ -618,8 +618,8 @@ class PartitionStore:
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
             self._release_partition(
-                f"other servers have started store sessions in all {self._lost_race_count} "
-                "attempts of this server"
+                f"another server has started a store session during each of the "
+                f"{self._lost_race_count} attempts of this server"
             )
             return True
         if self._lost_race_count > 1:

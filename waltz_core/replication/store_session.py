@@ -522,7 +522,7 @@ class StoreSession:
             self.end(
                 SessionEnd(
                     EndCause.REPLICA_RETURNED,
-                    f"replica {peer.replica} has connected again",
+                    f"replica {peer.replica} has connected again, and joins the next session",
                     peer.replica,
                 )
             )

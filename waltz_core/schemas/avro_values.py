@@ -206,7 +206,7 @@ class AvroConverter:
                     return name, converter(value)
                 except (TypeError, ValueError, OverflowError) as error:
                     reasons.append(str(error))
-            raise ValueError(" or ".join(reasons[-3:]) or f"expected null, found {value!r:.100}")
+            raise ValueError(", or ".join(reasons[-3:]) or f"expected null, found {value!r:.100}")
 
         return convert
 

@@ -63,7 +63,7 @@ def float_converter(layout: str, kind: str) -> Converter:
             number = float(value)
             (stored,) = struct.unpack(layout, pack(number))
             if int(stored) != value:
-                raise ValueError(f"{value} has more digits than a {kind}")
+                raise ValueError(f"{value} cannot be represented exactly as a {kind}")
         else:
             raise mismatch_error(f"a number ({kind})", value)
         pack(number)  # raises OverflowError

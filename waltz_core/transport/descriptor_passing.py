@@ -58,7 +58,7 @@ async def serve_descriptors(name: str, request_bytes: int, open_requested: OpenF
                 listening.bind(_abstract_address(name))
                 listening.listen(2 * CALLERS_MAX)
             except OSError as error:  # the name is taken
-                _log.warning("segment.sharing_unavailable name=%s error=%s", name, error)
+                _log.warning("segment.sharing_unavailable socket=%s error=%s", name, error)
                 return
             while True:
                 await permits.acquire()
@@ -66,7 +66,7 @@ async def serve_descriptors(name: str, request_bytes: int, open_requested: OpenF
                     caller, _ = await _accept(listening)
                 except OSError as error:  # too many open files, or the caller has disconnected
                     permits.release()
-                    _log.warning("segment.sharing_accept_failed name=%s error=%s", name, error)
+                    _log.warning("segment.sharing_accept_failed socket=%s error=%s", name, error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 answer_task = callers.create_task(_answer(caller, request_bytes, open_requested))

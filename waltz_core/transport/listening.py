@@ -108,7 +108,7 @@ class Listener:
         if rejection:
             if tls.is_new_failure(link.host, rejection):
                 _log.warning(
-                    "net.connection_rejected links=%d peer=%s error=%r",
+                    "net.connection_rejected connections=%d peer=%s error=%r",
                     len(self._links),
                     link.address,
                     rejection,

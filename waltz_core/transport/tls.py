@@ -178,7 +178,7 @@ def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext
     if settings is None:
         _log.error(
             "tls.reload_failed error=%s",
-            'setting tls: expected "on", as it was when the process started',
+            'setting tls: expected "on", because it was "on" when the process started; found "off"',
         )
         return
     for context in filter(None, contexts):

@@ -148,7 +148,7 @@ def _check_not_expired(
             "missing ones."
         )
     if expired:
-        _log.warning("spark.transactions_expired first_available=%s", expired)
+        _log.warning("spark.transactions_expired first_available_by_partition=%s", expired)
 
 
 def extend_to_first_available(

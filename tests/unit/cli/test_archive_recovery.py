@@ -155,7 +155,7 @@ def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(arch
         ({"chains": dict.fromkeys(range(30), OTHER)}, f"the log has {OTHER.hex()}"),
         (
             {"starts": {STORAGE_B: 30}, "last": 40},
-            "expected that it ends at a transaction in 30..40, found 29",
+            "expected a last transaction in 30..40, found 29",
         ),
     ],
 )

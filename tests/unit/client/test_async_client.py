@@ -688,7 +688,7 @@ async def test_a_feed_waits_for_unavailable_data_without_a_limit():
         (waits,) = [line for line in logged if "for=data" in line]
         assert waits.startswith("feed.waiting partition=0 ")
         assert "within 250 ms:" in waits
-        assert logged.index(waits) < logged.index("feed.resumed partition=0 with=data")
+        assert logged.index(waits) < logged.index("feed.resumed partition=0 waited_for=data")
 
 
 @run_on_virtual_loop

@@ -55,7 +55,7 @@ def test_each_added_replica_must_be_in_sync_before_the_next_one():
     assert step(partition_state("ABCD", known="ABC"), "ABCDE", "DE") == (
         "the server of the partition must open a store session with the replicas A, B, C, D"
     )
-    assert step(partition_state("ABCD", "ABC"), "ABCDE", "DE") == "replica D copies the log"
+    assert step(partition_state("ABCD", "ABC"), "ABCDE", "DE") == "the log is being copied to D"
     assert step(partition_state("ABCD"), "ABCDE", "DE") == "ABCDE"
     assert step(partition_state("ABCDE"), "ABCDE", "DE") is None
 
@@ -77,12 +77,12 @@ def test_an_absent_storage_is_replaced_directly_and_removed_first():
 def test_a_step_is_postponed_if_appends_would_wait_for_a_copy():
     reason = step(partition_state("ABC", "AB"), "ABCD", "D")
     assert reason == (
-        "replica C is not in sync; after the change, appends would need 3 acknowledgements of "
-        "the replicas A, B, C, D, and only 2 of these are in sync. Hint: start the storage of "
-        "the replica, or replace it."
+        "not in sync: C. After the change, an append would need 3 acknowledgements of the "
+        "replicas A, B, C, D, of which only 2 would be in sync. Hint: start each storage that is "
+        "not in sync, or replace it."
     )
     assert step(partition_state("ABC", "AB"), "BC").startswith(
-        "replica C is not in sync; after the change, appends would need 2 acknowledgements of the "
+        "not in sync: C. After the change, an append would need 2 acknowledgements of the "
     )
 
 

@@ -279,8 +279,8 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
             assert not waiting.done()
             waiting.cancel()
     assert str(progress[-1].postponed_steps[0]).startswith(
-        f"partition 0: replica {C} is not in sync; after the change, appends would need 2 "
-        f"acknowledgements of the replicas {B}, {C}, and only 1 of these are in sync."
+        f"partition 0: not in sync: {C}. After the change, an append would need 2 "
+        f"acknowledgements of the replicas {B}, {C}, of which only 1 would be in sync."
     )
     assert progress[-1].steps == ()
 

@@ -88,7 +88,9 @@ def test_ids_below_the_first_available_id_are_data_loss(
         assert start_of(**options) == FIRST - 1
     with caplog.at_level(logging.WARNING, "waltz"):
         assert start_of(**options, failOnDataLoss="false") == FIRST - 1
-    assert ("spark.transactions_expired first_available={0: 5}" in caplog.text) is is_lost
+    assert (
+        "spark.transactions_expired first_available_by_partition={0: 5}" in caplog.text
+    ) is is_lost
 
 
 def test_an_error_shows_the_first_ten_ranges_of_ids() -> None:
@@ -130,7 +132,7 @@ def test_a_stream_continues_at_the_first_available_id_and_reports_it(
     reader = reader_of(pollInterval="0", failOnDataLoss="false")
     with caplog.at_level(logging.WARNING, "waltz"):
         later = reader.latestOffset(start, ReadMaxRows(4))
-    assert "spark.transactions_expired first_available={0: 5}" in caplog.text
+    assert "spark.transactions_expired first_available_by_partition={0: 5}" in caplog.text
     assert (later["0"], later["1"]) == (5, 2), "the limit counts available transactions"
     tasks = reader.partitions(start, end)
     spans = [
@@ -188,7 +190,9 @@ def test_a_batch_that_ends_before_the_first_available_id_fails(
     assert scan_ranges_of(**ends, transactionIds="5-9") == spans[:-1]
     with caplog.at_level(logging.WARNING, "waltz"):
         assert scan_ranges_of(**ends, failOnDataLoss="false") == spans
-    assert ("spark.transactions_expired first_available={0: 5}" in caplog.text) is is_lost
+    assert (
+        "spark.transactions_expired first_available_by_partition={0: 5}" in caplog.text
+    ) is is_lost
 
 
 @pytest.mark.usefixtures("batch")

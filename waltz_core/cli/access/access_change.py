@@ -296,8 +296,8 @@ def revision_use_lines(use: RevisionUse, revision: int) -> list[str]:
         daemons_text = f"at all {use.daemon_count} daemons, or they are not connected to ZooKeeper"
         return [
             (
-                f"access control is off {daemons_text}: no daemon has ever published the revision "
-                "that it uses"
+                f"access control is off {daemons_text}: none of them has ever published the "
+                "revision that it uses"
             )
         ]
     if use.is_used_by_all:

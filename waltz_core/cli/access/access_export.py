@@ -129,9 +129,9 @@ async def import_command(
 
 import_command.help_details = (
     "The command replaces all grants, groups, limits and tokens, and the key that signs "
-    "client IDs. If the cluster has no permissions, it gets a new key. Permissions and "
-    "tokens that were revoked after the export are valid again. The new revision number is "
-    "higher than those of the file and of the cluster."
+    "client IDs. If the cluster has no permissions, it gets a new key instead of the exported one. "
+    "Permissions and tokens that were revoked after the export are valid again. The new revision "
+    "number is higher than those of the file and of the cluster."
 )
 
 

@@ -194,7 +194,7 @@ def _write_json(reader: ArrowReader, sink: IO[bytes]) -> int:
                     to_json({name: _to_json_value(value) for name, value in row.items()}) + b"\n"
                 )
             except ValueError as error:
-                raise BadFormat(f"row {count} of the output: {error}") from None
+                raise BadFormat(f"line {count + 1} of the output: {error}") from None
             count += 1
     return count
 

@@ -48,7 +48,7 @@ class TableOptions(NamedTuple):
             if declared_columns is None:
                 raise BadConfig(
                     f"changes function {self.changes}: expected declared columns of the "
-                    "transactions, found none. Hint: declare them, or the column data."
+                    "transactions, found none. Hint: declare the columns that the function needs."
                 )
             function = changes_function(
                 self.changes, transactions_schema(declared_columns), self.key

@@ -172,9 +172,7 @@ class ArchiveRecovery:
         last, chain = candidate.mark.last, candidate.mark.chain
         last_min = max(log.start_id, *log.replica_start_ids.values())
         if not last_min <= last <= log.last_id:
-            return (
-                f"expected that it ends at a transaction in {last_min}..{log.last_id}, found {last}"
-            )
+            return f"expected a last transaction in {last_min}..{log.last_id}, found {last}"
         log_chain = await log.request_chain(last)
         if log_chain != chain:
             chain_text = "no batch that ends there" if log_chain is None else log_chain.hex()
@@ -201,7 +199,7 @@ class ArchiveRecovery:
             )
         if entries and entries[-1].chain != manifest.chain:
             raise BadFormat(
-                f"expected chain hash {manifest.chain.hex()} at its end, found "
+                f"expected chain hash {manifest.chain.hex()} of its last object, found "
                 f"{entries[-1].chain.hex()}"
             )
         available = [entry for entry in entries if entry.last >= manifest.first]

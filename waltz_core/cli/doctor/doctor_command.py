@@ -28,10 +28,10 @@ from waltz_core.records.record import PartitionId
 
 ANSWER_TIMEOUT_S: Final = 3.0
 NOT_MEASURED: Final = (
-    "the clocks of ZooKeeper servers, which ZooKeeper does not report",
-    "the clocks of servers, except that commit times in the future are found",
-    "whether the processes can connect to each other, except servers to storages",
-    "which machines can connect to the ports; without TLS, the ports belong in a private network",
+    "the clocks of ZooKeeper servers, because ZooKeeper does not report them",
+    "the clocks of servers; the doctor only reports commit times in the future",
+    "connections between processes, except those from servers to storages",
+    "which machines can connect to the ports: without TLS, use a private network",
 )
 
 
@@ -120,7 +120,12 @@ def findings_text(facts: Facts, findings: list[Finding]) -> list[str]:
     """Return the findings as lines of text."""
     if not findings:
         if facts.cluster is None:
-            return ["no lasting problem was found, but the cluster could not be queried: try again"]
+            return [
+                (
+                    "the doctor found no lasting problem, but could not query the cluster. Hint: "
+                    "run the command again."
+                )
+            ]
         return [f"no problems: {cluster_summary(facts)}", f"clocks: {_clocks_text(facts)}"]
     lines = []
     for number, finding in enumerate(findings, 1):

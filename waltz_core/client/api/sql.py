@@ -281,7 +281,7 @@ class SqlCallbacks(BatchCallbacks):
                 if not is_conflict(error):
                     raise
                 pause_ms = backoff.note_failure()
-                _log.info("sql.conflict what=%s pause_ms=%d", action_name, pause_ms)
+                _log.info("sql.conflict operation=%s pause_ms=%d", action_name, pause_ms)
                 time.sleep(pause_ms / 1000)
         return action()
 

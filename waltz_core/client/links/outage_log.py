@@ -54,5 +54,7 @@ class OutageLog:
     def note_success(self) -> None:
         """Note that an attempt has succeeded; log the end of an outage that was logged."""
         if self._logged_s is not None:
-            _log.info("feed.resumed partition=%d with=%s", self._partition_id, self._operation)
+            _log.info(
+                "feed.resumed partition=%d waited_for=%s", self._partition_id, self._operation
+            )
         self._since_s = self._logged_s = None

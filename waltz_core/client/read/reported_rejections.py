@@ -29,7 +29,7 @@ def decode_rejections(answer: RejectionsResponse) -> list[Rejection]:
     sizes = (len(answer.stamps_ms), len(answer.request_ids), len(answer.conflicting))
     if sizes != (8 * count, REQ_ID.size * count, 8 * count):
         raise errors.RemoteProtocolError(
-            f"rejections: expected values for {count} rows, found {sizes[0] // 8} times, "
+            f"rejections: expected values for {count} rows, found {sizes[0] // 8} stamps, "
             f"{sizes[1] / REQ_ID.size:g} request IDs and {sizes[2] // 8} conflicting IDs"
         )
     try:

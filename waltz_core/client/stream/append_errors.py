@@ -91,6 +91,6 @@ def unknown_outcome_error(
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of "
         f"{pending.submission.row_count} rows, from request ID {pending.req_id} on, is "
-        f"unknown: it could not be determined {when} ({failure}). If the rows are in the log, "
-        f"they are after transaction {pending.known_mark}"
+        f"unknown, because the client could not determine it {when} ({failure}). If the rows are "
+        f"in the log, they are after transaction {pending.known_mark}"
     )

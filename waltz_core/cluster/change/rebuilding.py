@@ -191,8 +191,8 @@ def choose_log(
             f"a trusted log of the last store session ({', '.join(current) or 'none'}); "
             f"replicas without a trusted log: {', '.join(untrusted) or 'none'}; replicas that "
             f"were only in older sessions: {', '.join(older) or 'none'}. Fewer than {quorum} "
-            "replicas may be missing. Hint: start more of them, or choose one with `cluster "
-            f"accept-replicas {partition_id}`."
+            "replicas may be missing. Hint: start more of their storages, or choose a log with "
+            f"`cluster accept-replicas {partition_id}`."
         )
     ranked = sorted(trusted, key=lambda replica: trusted[replica].rank, reverse=True)
     members = _choose_members(ranked, groups, replica_count)

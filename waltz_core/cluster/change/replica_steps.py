@@ -195,7 +195,7 @@ def _sync_wait_reason(current: PartitionReplicas, joining: Collection[ReplicaId]
         for replica in current.assigned
         if replica in joining and replica not in current.in_sync_replicas
     ]
-    return f"replica {_join_names(copying)} copies the log" if copying else None
+    return f"the log is being copied to {_join_names(copying)}" if copying else None
 
 
 def _step_adding_replica(
@@ -242,9 +242,9 @@ def _step_or_postponed(
     ]
     return PostponedStep(
         partition_id,
-        f"replica {_join_names(out_of_sync)} is not in sync; after the change, appends would need "
-        f"{quorum} acknowledgements of the replicas {_join_names(after)}, and only {in_sync_count} "
-        "of these are in sync. Hint: start the storage of the replica, or replace it.",
+        f"not in sync: {_join_names(out_of_sync)}. After the change, an append would need {quorum} "
+        f"acknowledgements of the replicas {_join_names(after)}, of which only {in_sync_count} "
+        "would be in sync. Hint: start each storage that is not in sync, or replace it.",
     )
 
 

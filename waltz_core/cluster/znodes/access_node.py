@@ -77,7 +77,7 @@ def encode_permissions(permissions: Permissions) -> bytes:
 def decode_permissions(data: bytes) -> Permissions:
     """Decode the bytes of the node (rules 1 and 2); raises BadFormat."""
     if len(data) > NODE_BYTES_MAX:
-        raise BadFormat(f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
+        raise BadFormat(f"permissions: expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
     try:
         return _parse_permissions(_DECODER.decode(data.decode("utf-8")))
     except RecursionError as error:

@@ -186,7 +186,7 @@ CHANGE_KINDS: Final = {
         ),
         ChangeKind(
             "unprefer",
-            "Remove a server's preference for partitions.",
+            "No longer prefer a server as the owner of partitions.",
             preference_changes.unprefer,
             (_PARTITIONS, _SERVER),
         ),

@@ -194,4 +194,6 @@ def _parse_json(body: bytes) -> Any:  # noqa: ANN401 - any value of JSON
     try:
         return strict_json.from_json(body)
     except ValueError as error:
-        raise RequestRejected("the body", expected="valid JSON", found=str(error)) from error
+        raise RequestRejected(
+            "the body", expected="valid JSON", found=f"invalid JSON: {error}"
+        ) from error

@@ -123,20 +123,20 @@ class _Reader:
             return self._read_extension(self._read_length(_EXTENSION_CODES[code]))
         if code in _FIXED_EXTENSIONS:
             return self._read_extension(_FIXED_EXTENSIONS[code])
-        raise _NotMessagePack(f"code {code:#x}")
+        raise _NotMessagePack(f"found the invalid code {code:#x}")
 
     # --- containers
 
     def _read_container(self, code: int, depth: int) -> Any:  # noqa: ANN401
         if depth >= DEPTH_MAX:  # rule 4
-            raise _NotMessagePack("too deep")
+            raise _NotMessagePack(f"expected at most {DEPTH_MAX} levels of containers, found more")
         is_map = code <= 0x8F or code in _MAP_CODES
         if code <= 0x9F:
             count = code & 0x0F
         else:
             count = self._read_length(_MAP_CODES[code] if is_map else _ARRAY_CODES[code])
         if count * (2 if is_map else 1) > len(self._data) - self.at:  # rule 2
-            raise _NotMessagePack(f"{count} elements")
+            raise _NotMessagePack(f"the payload is too short for a container of {count} elements")
         return self._read_map(count, depth) if is_map else self._read_array(count, depth)
 
     def _read_array(self, count: int, depth: int) -> list[Any]:
@@ -149,7 +149,9 @@ class _Reader:
         pairs: list[tuple[Any, Any]] = []
         while len(pairs) < count and not self.is_full():
             if self.at < len(self._data) and _is_container(self._data[self.at]):  # rule 4
-                raise _NotMessagePack("a key that is a container")
+                raise _NotMessagePack(
+                    "expected a number or a text as key of a map, found a container"
+                )
             key = self.read_value(depth + 1)
             if self.is_full():
                 break
@@ -178,7 +180,7 @@ class _Reader:
             # The limit may be in the middle of a character, which has up to 4 bytes.
             if is_cut and error.reason == "unexpected end of data":
                 return part[: error.start].decode("utf-8")
-            raise _NotMessagePack("a text that is not UTF-8") from error
+            raise _NotMessagePack("found a text that is not UTF-8") from error
 
     def _read_base64(self, length: int) -> str:
         return base64.b64encode(self._take_shown(length)[0]).decode("ascii")

@@ -135,7 +135,10 @@ class ConsoleChanges:
         principal = await self.check_permitted(caller)
         # Checked after the wait, because other changes can start meanwhile.
         if len(self._running) >= RUNNING_MAX:
-            raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
+            raise errors.Overloaded(
+                f"{RUNNING_MAX} changes already run at this gateway, which is the limit. Hint: "
+                "wait until one of them ends."
+            )
         command = shlex.join(kind.command_words(arguments))
         same_changes = [
             other_change
@@ -145,8 +148,7 @@ class ConsoleChanges:
         if same_changes:  # rule 5
             raise errors.BadRequest(
                 "nothing was changed, because the same change runs as number "
-                f"{same_changes[0].number} at "
-                "this gateway. Hint: wait until it ends."
+                f"{same_changes[0].number} at this gateway. Hint: wait until it ends."
             )
         self._last_number += 1
         change = ConsoleChange(

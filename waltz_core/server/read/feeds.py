@@ -173,7 +173,7 @@ class Feed:
             )
         if mark > position.high_water_mark:
             return ClientAheadOfLog(
-                f"{description}: the log ends before it, at transaction {position.high_water_mark}"
+                f"{description}: the log ends at transaction {position.high_water_mark}"
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(

@@ -782,7 +782,7 @@ class StorageDaemon:
             async with asyncio.timeout(limit_s):
                 await self._in_thread(call)
         except TimeoutError:
-            _log.warning("storage.shutdown_timed_out what=%r limit_s=%.0f", what, limit_s)
+            _log.warning("storage.shutdown_timed_out files=%r limit_s=%.0f", what, limit_s)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

@@ -204,7 +204,10 @@ class AuditFile:
     def _begin_request(self, fields: dict[str, object], on_written: WrittenCallback) -> None:
         if self._queue.qsize() >= QUEUE_LINES_MAX:
             self._loop.call_soon(
-                on_written, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
+                on_written,
+                Overloaded(
+                    f"{QUEUE_LINES_MAX} lines already wait for the audit log, which is the limit"
+                ),
             )
             return
         self._put(_Line(self._encode({**fields, "outcome": "begun"}), on_written=on_written))

@@ -364,7 +364,7 @@ async def test_the_number_of_running_changes_is_limited(monkeypatch):
                 tries = [group.create_task(try_to_start()) for _ in range(RUNNING_MAX + 2)]
         started = [each.result() for each in tries if each.result() is not None]
         assert len(started) == RUNNING_MAX
-        with pytest.raises(errors.Overloaded, match=f"{RUNNING_MAX} changes are running"):
+        with pytest.raises(errors.Overloaded, match=f"{RUNNING_MAX} changes already run"):
             await world.start()
         await world.end(*started)
         assert (await world.start()).number == RUNNING_MAX + 1
