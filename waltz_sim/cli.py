@@ -28,7 +28,7 @@ from waltz_sim.schedule import STEPS, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
 
-DESCRIPTION = "Inject faults by seeds, and check every guarantee."
+DESCRIPTION = "Run simulations with injected faults, one for each seed, and check every guarantee."
 INTERRUPTED_EXIT_CODE = 130
 SEEDS = 300
 SEED_MAX = (1 << 63) - 1
@@ -52,32 +52,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     what = command.add_mutually_exclusive_group()
-    what.add_argument("--seeds", type=int, metavar="N", help=f"run this number of seeds ({SEEDS})")
+    what.add_argument(
+        "--seeds", type=int, metavar="N", help=f"run this number of seeds [default: {SEEDS}]"
+    )
     what.add_argument("--seed", type=int, metavar="S", help="run only this seed")
     what.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule from a file")
-    command.add_argument("--first", type=int, metavar="F", help="the first seed (0)")
+    command.add_argument("--first", type=int, metavar="F", help="the first seed [default: 0]")
     command.add_argument(
         "--minutes",
         type=float,
         metavar="M",
-        help="end after this time; without --first, fresh seeds",
+        help="end after this number of minutes; without --first, the first seed is random",
     )
     command.add_argument(
         "--steps",
         type=int,
         metavar="K",
-        help=f"repair all faults of a world after this number of steps ({STEPS})",
+        help=f"repair all faults of a world after this number of steps [default: {STEPS}]",
     )
-    command.add_argument("--rough", action="store_true", help="seeds with repeated disk faults")
-    command.add_argument("--jobs", type=int, metavar="J", help="number of processes (one per core)")
+    command.add_argument("--rough", action="store_true", help="also inject repeated disk faults")
+    command.add_argument(
+        "--jobs", type=int, metavar="J", help="number of processes [default: one per core]"
+    )
     command.add_argument("--trace", action="store_true", help="print all events of one run")
     command.add_argument(
         "--shrink", action="store_true", help="shorten the schedule of a failing run"
     )
     command.add_argument(
-        "--report", type=Path, metavar="FILE", help="write a report of the coverage"
+        "--report", type=Path, metavar="FILE", help="write a report of the coverage, in Markdown"
     )
-    command.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON value and nothing else"
+    )
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def format_report(
             "CPU time",
             f"{sums.cpu_s:,.0f} s; per second {sums.seeds_per_cpu_s:.1f} seeds, {steps} steps",
         ),
-        ("faults that fired", f"{sum(faults.values()):,} of {len(faults)} kinds"),
+        ("injected faults", f"{sum(faults.values()):,} of {len(faults)} kinds"),
         ("transactions committed and checked", f"{sums.committed:,}"),
         *((name, f"{_count_broken(sums, rules):,}") for name, rules in RULE_GROUPS),
         ("seeds that broke any rule", f"{len(sums.failures):,}"),
@@ -56,7 +56,7 @@ def format_report(
             "## Seeds that broke a rule\n\n" + _format_table(("replay", "rule", "found"), rows)
         )
     rows_of_faults = [(kind, f"{count:,}") for kind, count in faults.items()]
-    parts.append("## Faults\n\n" + _format_table(("kind", "fired"), rows_of_faults))
+    parts.append("## Faults\n\n" + _format_table(("kind", "injected"), rows_of_faults))
     others = sorted((name, n) for name, n in sums.counts.items() if not name.startswith("fault "))
     rows_of_others = [(name, f"{count:,}") for name, count in others]
     parts.append("## States that occurred\n\n" + _format_table(("state", "times"), rows_of_others))

@@ -409,7 +409,7 @@ class _OptionParser:
         has_keys = self.text("encryptionKeys") is not None
         if has_keys and (key_id is None) == (column is None):
             raise BadConfig(
-                "option 'encryptionKeys': expected also exactly one of encryptionKeyId and "
+                "option 'encryptionKeys' needs exactly one of encryptionKeyId and "
                 f"encryptionKeyIdColumn, found {'none' if key_id is None else 'both'}"
             )
         for name, value in (("encryptionKeyId", key_id), ("encryptionKeyIdColumn", column)):

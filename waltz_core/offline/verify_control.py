@@ -146,7 +146,7 @@ def expected_log(
     if slots is None and has_batches(directory / str(number)):
         report.add_error(
             None,
-            "the file is missing although there are batches; the promised session is lost with it",
+            "the file is missing, although there are batches; it contained the promised session",
         )
     elif slots is None:
         report.add_note(None, "the file is missing: only Waltz 0.13 has written to this directory")
@@ -255,8 +255,8 @@ def compare_log_with_control_files(
     elif expected.is_adopted:
         report.add_note(
             None,
-            "Waltz 0.13 has written to this log since; the next start of the storage adopts the "
-            "records",
+            "Waltz 0.13 has written to this log after this version; the next start of the storage "
+            "adopts the records",
         )
     elif info is not None and info.session != expected.slot.last_session:
         control_report.add_note(

@@ -172,7 +172,9 @@ class ProtobufCodec:
         types = self._file.message_type
         for step in path:
             if step >= len(types):
-                raise BadFormat(f"schema {self._schema_id} has no message type {list(path)}")
+                raise BadFormat(
+                    f"schema {self._schema_id} has no message type with the indexes {list(path)}"
+                )
             names.append(types[step].name)
             types = types[step].nested_type
         kind = self._pool.FindMessageTypeByName(".".join(names))

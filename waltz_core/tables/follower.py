@@ -350,7 +350,8 @@ class TableProgress(Generic[ChangesT]):
         if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
                 f"start marks: expected a mark for each partition of {sorted(log.marks)}, found "
-                f"those for {sorted(self._given_marks)}. Hint: -1 is before the first transaction."
+                f"marks of {sorted(self._given_marks)}. Hint: -1 means before the first "
+                "transaction."
             )
         next_batch_marks(
             self._given_marks, log, 1

@@ -351,8 +351,8 @@ def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
         row = pc.index(changes[DELETED], value=True).as_py()
         partition, transaction = (changes[name][row] for name in _POSITION_COLUMNS.values())
         raise BadRequest(
-            f"partition {partition}, transaction {transaction}: expected no delete, found one, "
-            f"but rows of a Parquet table cannot be deleted. {_DELTA_HINT}"
+            f"partition {partition}, transaction {transaction}: found a delete, but rows of "
+            f"a Parquet table cannot be deleted. {_DELTA_HINT}"
         )
     # The timestamps in Spark's batches have the time zone of the session, so they are cast.
     columns = [

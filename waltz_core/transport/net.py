@@ -423,7 +423,7 @@ class Link:
         self.bytes_sent += size_bytes
         backlog_bytes = self._transport.get_write_buffer_size()
         if backlog_bytes > self.write_backlog_bytes_max:
-            self.abort(f"the peer does not read: {backlog_bytes} bytes for it are unsent")
+            self.abort(f"the peer does not read: {backlog_bytes} bytes could not be sent")
 
     async def wait_drained(self) -> None:
         """Wait until the link is not congested any more, or is closed."""

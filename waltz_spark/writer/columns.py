@@ -343,7 +343,7 @@ class RowConverter:
             name: batch.column(name)[index].as_py() for name in batch.schema.names if name != "data"
         }
         values_text = f" ({str(row_values)[:200]})" if row_values else ""
-        return f"row {self._row_count + index} of its task{values_text}"
+        return f"row {self._row_count + index} (from 0) of the task{values_text}"
 
     @staticmethod
     def _header_column(batch: pa.RecordBatch, count: int) -> pa.Array:
@@ -411,7 +411,7 @@ class RowConverter:
             f"partition {partitions[row]} of {self._describe_row(batch, pa.array(is_wrong))}"
         )
         allowed = first_items_text(self._allowed_partitions.tolist())
-        expected = f"expected one of option 'partitions', {allowed}, found"
+        expected = f"expected one of the partitions {allowed} (option 'partitions'), found"
         if is_named[row]:
             raise BadRequest(f"column 'partition': {expected} {found_text}")
         by = self._options.partition_by

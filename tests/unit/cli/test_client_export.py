@@ -82,7 +82,7 @@ def test_json_has_decimals_as_text_and_dates_in_iso_8601():
 
 def test_json_rejects_numbers_that_it_cannot_express():
     reader = pa.table({"price": [1.0, float("nan")]}).to_reader()
-    with pytest.raises(BadFormat, match=r"row 1 of the output: found nan"):
+    with pytest.raises(BadFormat, match=r"line 2 of the output: found nan"):
         _write_json(reader, io.BytesIO())
 
 

@@ -201,8 +201,8 @@ OTHER_FILES = {
         lambda s: (s / SLOTS).unlink(),
         [
             (
-                f"{SLOTS}: the file is missing although there are batches; the promised session "
-                "is lost with it"
+                f"{SLOTS}: the file is missing, although there are batches; it contained the "
+                "promised session"
             )
         ],
     ),
@@ -309,7 +309,8 @@ def test_a_slot_that_contradicts_the_log_is_reported(storage):
 def test_sessions_of_the_two_control_files_are_compared(storage):
     write_slot(storage, last_session=0, engaged=0)
     adopts = (
-        "Waltz 0.13 has written to this log since; the next start of the storage adopts the records"
+        "Waltz 0.13 has written to this log after this version; the next start of the storage "
+        "adopts the records"
     )
     assert verification_texts(storage) == ([], [f"{SLOTS}: {adopts}"])
     write_slot(storage, last_session=5, promised=5)

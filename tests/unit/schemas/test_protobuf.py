@@ -185,7 +185,7 @@ def test_proto2_has_absent_fields_without_their_defaults_and_required_ones():
     ("data", "text"),
     [
         ("", "truncated"),
-        ("0220", r"no message type \[16\]"),
+        ("0220", r"no message type with the indexes \[16\]"),
         ("060000", "truncated"),
         ("00ff", "not a message"),
         ("000a", "not a message"),

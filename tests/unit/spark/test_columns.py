@@ -204,11 +204,15 @@ LOCKS = pa.list_(pa.int32())
 @pytest.mark.parametrize(
     ("columns", "error", "sentence"),
     [
-        ({"data": [None]}, BadRequest, r"'data' is null in row 2 of its task, .* Hint: "),
+        (
+            {"data": [None]},
+            BadRequest,
+            r"'data' is null in row 2 \(from 0\) of the task, .* Hint: ",
+        ),
         (
             {"data": [None], "header": pa.array([7], pa.int32())},
             BadRequest,
-            r"is null in row 2 of its task \({'header': 7}\)",
+            r"is null in row 2 \(from 0\) of the task \({'header': 7}\)",
         ),
         (
             {"data": [b"x" * (4 * 1024 * 1024 + 1)]},
@@ -223,7 +227,7 @@ LOCKS = pa.list_(pa.int32())
         (
             {"data": [b"x"] * 4, "client_high_water_mark": [-1, None, -7, -8]},
             BadRequest,
-            r"column 'client_high_water_mark': .* found -7 in row 4 of its task",
+            r"column 'client_high_water_mark': .* found -7 in row 4 \(from 0\) of the task",
         ),
         *(
             (
@@ -310,8 +314,8 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
     )
     with pytest.raises(
         BadRequest,
-        match=r"the first lock chooses the partition: expected one of option "
-        "'partitions', 1, 3, found partition 2 of row 1 .* Hint: set a partition in column "
+        match=r"the first lock chooses the partition: expected one of the partitions 1, 3 "
+        r"\(option 'partitions'\), found partition 2 of row 1 .* Hint: set a partition in column "
         "'partition'",
     ):
         row_converter(CHOSEN_PARTITIONS).convert(batch)
@@ -320,7 +324,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
     outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
     with pytest.raises(
         BadRequest,
-        match=r"column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
+        match=r"column 'partition': expected one of .* 1, 3 .*, found partition 0 of row 1",
     ):
         row_converter(CHOSEN_PARTITIONS).convert(outside)
 

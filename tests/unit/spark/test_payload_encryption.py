@@ -56,11 +56,11 @@ def destroy(directory: Path, key_id: str) -> None:
         ),
         (
             {"encryptionKeys": "/k"},
-            "expected also exactly one of encryptionKeyId and encryptionKeyIdColumn, found none",
+            "needs exactly one of encryptionKeyId and encryptionKeyIdColumn, found none",
         ),
         (
             {"encryptionKeys": "/k", "encryptionKeyId": "a", "encryptionKeyIdColumn": "b"},
-            "expected also exactly one of encryptionKeyId and encryptionKeyIdColumn, found both",
+            "needs exactly one of encryptionKeyId and encryptionKeyIdColumn, found both",
         ),
         (
             {"encryptionKeys": "/k", "encryptionKeyId": "a/b"},
@@ -312,7 +312,9 @@ def test_the_key_column_selects_the_key_of_each_row(directory: Path) -> None:
 
 def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
-    with pytest.raises(BadRequest, match="in column 'customer', found null in row 1 of its task"):
+    with pytest.raises(
+        BadRequest, match=r"in column 'customer', found null in row 1 \(from 0\) of the task"
+    ):
         row_converter(options).convert(frame([b"1", b"2"], ["a", None]))
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):
         row_converter(options).convert(frame([b"1"], ["../a"]))

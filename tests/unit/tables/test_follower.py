@@ -389,7 +389,7 @@ def test_a_start_is_not_ignored_if_another_follower_creates_the_table_first(step
 
 def test_a_start_requires_a_mark_for_each_partition():
     log = LogInMemory([("a", 1)], [("b", 1)])
-    with pytest.raises(BadConfig, match=r"each partition of \[0, 1\], found those for \[0\]"):
+    with pytest.raises(BadConfig, match=r"each partition of \[0, 1\], found marks of \[0\]"):
         follower(log, StoredVersions(), TableMarks("f", KEY, {0: 0})).run({0: 0})
 
 

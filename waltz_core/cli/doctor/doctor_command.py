@@ -122,8 +122,8 @@ def findings_text(facts: Facts, findings: list[Finding]) -> list[str]:
         if facts.cluster is None:
             return [
                 (
-                    "the doctor found no lasting problem, but could not query the cluster. Hint: "
-                    "run the command again."
+                    "the doctor found no lasting problem, but the cluster could not be queried. "
+                    "Hint: run the command again."
                 )
             ]
         return [f"no problems: {cluster_summary(facts)}", f"clocks: {_clocks_text(facts)}"]

@@ -507,7 +507,8 @@ class StorageService:
         if message.session_id != lane.promise.session_id:
             raise SessionFenced(
                 f"partition {message.partition_id}: expected {type(message).__name__} of the "
-                f"promised store session {lane.promise.session_id}, found {message.session_id}"
+                f"promised store session {lane.promise.session_id}, found session "
+                f"{message.session_id}"
             )
 
     def _check_reader(self, lane: Lane, request: LaneRequest) -> None:

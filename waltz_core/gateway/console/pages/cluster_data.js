@@ -106,8 +106,8 @@ function addLostServers(answer) {
 
 function lostServer(address, seen_ms) {
   const error =
-    `it has left ZooKeeper after ${format.clock(seen_ms)}: it was stopped, or it has failed. ` +
-    "If it must run, start it again";
+    `it is no longer registered in ZooKeeper (last seen at ${format.clock(seen_ms)}). ` +
+    "It was stopped, or it has failed. If it must run, start it again";
   const none = { open: [], not_open: [], preferred: [], unreachable_storages: [] };
   return { address, state: "down", hasLeft: true, error, latency_ms: null, ...none };
 }
