@@ -209,7 +209,7 @@ def test_a_torn_record_after_a_restart_is_a_violation():
     storage = cluster.storages[A]
     segment = next(path for path in storage.disk.files() if path.suffix == ".seg")
     storage.disk.flip_bits(segment, len(storage.disk.visible_content(segment)) - 5)
-    with pytest.raises(Violation, match=r"counts a torn record at \d+"):
+    with pytest.raises(Violation, match=r"treats a torn record, \d+, as a part of its log"):
         cluster.checks.on_log_opened(storage, storage.log)
 
 

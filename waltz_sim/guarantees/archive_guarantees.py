@@ -79,12 +79,12 @@ class ArchiveGuarantees:
     def on_file_written(self, name: str, *, is_known: bool) -> None:
         """28. Archived: no file is overwritten (AR 2), or of another cluster (AR 17)."""
         if is_known:
-            self._state.fail("Archived", f"{name} is written twice")
+            self._state.fail("Archived", f"file {name} is written twice")
         self._check_cluster_key(name)
 
     def _check_cluster_key(self, name: str) -> None:
         if writer_cluster_key(name) != self._state.cluster.key:
-            self._state.fail("Archived", f"{name} belongs to another cluster")
+            self._state.fail("Archived", f"file {name} belongs to another cluster")
 
     def on_file_deleted(self, name: str) -> None:
         """28. Archived: no file is deleted that the recorded manifest lists (AR 16)."""
@@ -95,7 +95,7 @@ class ArchiveGuarantees:
         replaced_ms = self._replaced_ms.get(name)
         if replaced_ms is not None and now_ms - replaced_ms < archive.grace_ms:
             self._state.fail(
-                "Archived", f"{name} is deleted, but readers may know no later manifest"
+                "Archived", f"manifest {name} is deleted before readers must have read a later one"
             )
         if self._recorded_mark is None:
             return
@@ -111,7 +111,8 @@ class ArchiveGuarantees:
             if max(entry.first - 1, recorded.last) < start and entry.last >= self._expired_below():
                 self._state.fail(
                     "Archived",
-                    f"{entry.name} is deleted, but the log of {replica} begins after {start}",
+                    f"object {entry.name} is deleted, but the log of {replica} begins after "
+                    f"transaction {start}",
                 )
 
     # ---- expiry
@@ -137,7 +138,7 @@ class ArchiveGuarantees:
         if after._replace(first=before.first, manifest="", manifest_crc=0) != before._replace(
             manifest="", manifest_crc=0
         ):
-            self._state.fail("Expired", f"{server} writes {after} after {before}")
+            self._state.fail("Expired", f"{server} changes the mark {before} to {after}")
         now_ms, wall_ms = self._computed_ms[after.manifest]
         history, retention_ms = self._state.history, self._state.cluster.setup.archive_retention_ms
         stamp_ms = history.nodes[history.chains[last]].stamp_ms
@@ -145,7 +146,8 @@ class ArchiveGuarantees:
         if last not in ends or not (after.first <= self._expiry_requested_id or is_old):
             self._state.fail(
                 "Expired",
-                f"{after} expires IDs up to {last}, but requested was {self._expiry_requested_id}",
+                f"{server} expires transactions up to {last}, but an expiry was requested only "
+                f"below {self._expiry_requested_id}",
             )
         self._expired_ids.append((after.first, now_ms))
 
@@ -157,7 +159,8 @@ class ArchiveGuarantees:
         ):
             self._state.fail(
                 "Expired",
-                f"a read of {wanted} fails with the first available ID {first_available}",
+                f"a read of transaction {wanted} fails; the error has the first available ID "
+                f"{first_available}",
             )
 
     def on_client_sent(self, message: ClientMessage) -> None:
@@ -189,7 +192,7 @@ class ArchiveGuarantees:
         self._state.archived_last = BEFORE_FIRST if after is None else after.last
         if after is None or after == before:
             if before is not None and after is None and not self._sessions.is_rewritten:
-                self._state.fail("ArchiveMono", f"{server} removes the mark {before.last}")
+                self._state.fail("ArchiveMono", f"{server} removes the archived mark {before.last}")
             return
         self._state.count("archived")
         if before is not None:
@@ -208,17 +211,19 @@ class ArchiveGuarantees:
     ) -> None:
         first = _FIRST if before is None else before.first
         if after.first < first or (before is not None and after.last < before.last):
-            self._state.fail("ArchiveMono", f"{server} writes {after} after {before}")
+            self._state.fail("ArchiveMono", f"{server} changes the mark {before} to {after}")
         if after.first > first:
             self._check_expiry(server, before or after, after)
         if (server, session_id) not in self._settled_sessions:
             self._state.fail(
-                "ArchiveMono", f"session {session_id} of {server} archives before it is settled"
+                "ArchiveMono",
+                f"{server} archives in session {session_id}, which is not settled yet",
             )
         if after.last > self._state.history.last:
             self._state.fail(
                 "ArchiveMono",
-                f"{after.last} is archived, but the log ends at {self._state.history.last}",
+                f"transaction {after.last} is archived, but the log ends at "
+                f"{self._state.history.last}",
             )
 
     def _check_content(self, mark: ArchivedMark) -> None:
@@ -228,10 +233,16 @@ class ArchiveGuarantees:
         listed = list(self._listed_files(mark))
         end = TransactionId(mark.last if not listed else listed[0][0].first - 1)
         if end >= self._expired_below():
-            self._state.fail("Archived", f"{mark.manifest} lists no objects up to {end}")
+            self._state.fail(
+                "Archived", f"manifest {mark.manifest} lists no objects up to transaction {end}"
+            )
         for entry, file in listed:
             if entry.first != end + 1:
-                self._state.fail("Archived", f"{mark.manifest} lists {entry.first} after {end}")
+                self._state.fail(
+                    "Archived",
+                    f"manifest {mark.manifest} lists an object from transaction {entry.first} on "
+                    f"after one that ends at {end}",
+                )
             end = entry.last
             if entry.name not in self._verified_objects and file is not None:
                 self._check_object(entry, file)
@@ -240,7 +251,9 @@ class ArchiveGuarantees:
             self._listed_objects = {entry.name: entry for entry, _ in listed}
         if end != mark.last or self._state.history.chains.get(end) != mark.chain:
             self._state.fail(
-                "Archived", f"ZooKeeper records {mark.last}, but {mark.manifest} ends at {end}"
+                "Archived",
+                f"ZooKeeper records the archived mark {mark.last}, but manifest {mark.manifest} "
+                f"ends at {end}",
             )
 
     def _listed_files(
@@ -252,19 +265,22 @@ class ArchiveGuarantees:
         manifest = files.get(mark.manifest)
         if manifest is None or crc32(manifest.data) != mark.manifest_crc:
             self._state.fail(
-                "Archived", f"ZooKeeper records {mark.last}, but {mark.manifest} is not durable"
+                "Archived", f"ZooKeeper records manifest {mark.manifest}, which is not durable"
             )
         found = Manifest.from_bytes(manifest.data, mark.manifest)
         if found.first != mark.first:
             self._state.fail(
-                "Archived", f"{mark.manifest} begins at {found.first}, but ZooKeeper records {mark}"
+                "Archived",
+                f"manifest {mark.manifest} begins at transaction {found.first}, but ZooKeeper "
+                f"records {mark}",
             )
         for entry in found.newest_objects:
             file = files.get(entry.name)
             is_gone = self._sessions.is_rewritten and entry.name in self._deleted_files  # rule 2
             if file is None and not is_gone and entry.last >= self._expired_below():
                 self._state.fail(
-                    "Archived", f"{mark.manifest} lists {entry.name}, which is not durable"
+                    "Archived",
+                    f"manifest {mark.manifest} lists object {entry.name}, which is not durable",
                 )
             yield entry, file
 
@@ -273,14 +289,18 @@ class ArchiveGuarantees:
         history, size = self._state.history, file.ends[entry.last - entry.first]
         batches = [each for each in file.batches if each.first <= entry.last]
         if file.data[:size] != b"".join(history.records[entry.first : entry.last + 1]):
-            self._state.fail("Archived", f"{entry.name} has other records than the log")
+            self._state.fail("Archived", f"object {entry.name} has other records than the log")
         next_id = entry.first
         for batch in batches:
             if batch.first != next_id or history.chains.get(batch.last) != batch.chain:
-                self._state.fail("Archived", f"{entry.name} has {batch}, which is not in the log")
+                self._state.fail(
+                    "Archived", f"object {entry.name} has {batch}, which is not in the log"
+                )
             next_id = TransactionId(batch.last + 1)
         if next_id != entry.last + 1 or batches[-1].chain != entry.chain:
-            self._state.fail("Archived", f"{entry.name} ends at {next_id - 1}")
+            self._state.fail(
+                "Archived", f"object {entry.name} ends at {next_id - 1}, or has a wrong chain there"
+            )
 
     # ---- logs
 
@@ -297,7 +317,10 @@ class ArchiveGuarantees:
                 self._state.count("replica reset")
                 session_id = SessionId(message.session_id)
                 if self._sessions.is_trusted(session_id, storage.name):
-                    self._state.fail("NoTrustedReset", f"{storage.name} is reset in {session_id}")
+                    self._state.fail(
+                        "NoTrustedReset",
+                        f"{storage.name} is reset in session {session_id}, which needs its log",
+                    )
         self._check_start(storage, work.log)
 
     def _check_start(self, storage: "SimStorage", log: "PartitionLog") -> None:
@@ -316,7 +339,9 @@ class ArchiveGuarantees:
                 f"{log.slot.low_water_mark}, and ZooKeeper records {recorded} as archived",
             )
         if start.chain != self._state.history.chains.get(at):
-            self._state.fail("StartBound", f"{storage.name} has another chain at its start {at}")
+            self._state.fail(
+                "StartBound", f"the log of {storage.name} has a wrong chain at its start, {at}"
+            )
         self._check_content(recorded)
 
     # ---- the end

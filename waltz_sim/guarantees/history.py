@@ -131,7 +131,10 @@ class History:
         node = BatchNode(before, batch.first, batch.last, session_id, *content, batch.stamp_ms)
         known = self.nodes.setdefault(chain, node)
         if known.records != records:
-            raise Violation("LogMatching", f"one chain, two contents at {batch.first}")
+            raise Violation(
+                "LogMatching",
+                f"two batches from {batch.first} on have the same chain, but other records",
+            )
         return chain
 
     def extend_log(self, last: int, chain: Chain) -> range:
@@ -144,7 +147,9 @@ class History:
             if known is None:
                 known = self._chain_within_batch(last)
             if known != chain:
-                raise Violation("Fork", f"two chains at {last}, which was already committed")
+                raise Violation(
+                    "Fork", f"transaction {last} was already committed with another chain"
+                )
             return range(0)
         path: list[BatchNode] = []
         at, end = chain, last
@@ -153,7 +158,9 @@ class History:
             path.append(node)
             at, end = node.chain_before, node.first - 1
         if end != self.last or self.chains.get(end) != at:
-            raise Violation("Fork", f"the log at {last} does not extend the log up to {self.last}")
+            raise Violation(
+                "Fork", f"the log up to {last} does not extend the log up to {self.last}"
+            )
         first_new = len(self.log)
         for node in reversed(path):
             self._append_batch(node)
@@ -187,7 +194,7 @@ class History:
     def _known_batch(self, chain: Chain, last: int) -> BatchNode:
         node = self.batch_at(chain, last)
         if node is None:
-            raise Violation("LogMatching", f"no server wrote this batch that ends at {last}")
+            raise Violation("LogMatching", f"no server has written the batch that ends at {last}")
         return node
 
     def _chain_within_batch(self, last: int) -> Chain:
@@ -199,14 +206,16 @@ class History:
         if node.stamp_ms < self.stamp_ms:
             raise Violation(
                 "StampMono",
-                f"{node.first}..{node.last} is stamped {node.stamp_ms} after {self.stamp_ms}",
+                f"batch {node.first}..{node.last} has commit stamp {node.stamp_ms} after "
+                f"{self.stamp_ms}",
             )
         self.stamp_ms = node.stamp_ms
         for position, row in enumerate(node.rows, node.first):
             if row.key in self.id_of_key:
                 raise Violation(
                     "AtMostOnce",
-                    f"{row.key} is in the log at {self.id_of_key[row.key]} and at {position}",
+                    f"row {row.key} is in the log twice, as transaction {self.id_of_key[row.key]} "
+                    f"and as {position}",
                 )
             self.id_of_key[row.key] = position
             self.log.append(row)

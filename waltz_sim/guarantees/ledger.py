@@ -140,8 +140,8 @@ class Ledger:
         if read != now:
             raise Violation(
                 "Serializable",
-                f"{RowKind(kind).name} {first}, {second} at {transaction_id} read {read}, "
-                f"expected {now}",
+                f"transaction {transaction_id} ({RowKind(kind).name} {first}, {second}) was "
+                f"computed from the values {read}, expected {now}",
             )
         self.checked_count += 1
         for key, value in _writes_of(data):
@@ -152,7 +152,9 @@ class Ledger:
         last = {key: versions.values[-1] for key, versions in self._versions.items()}
         accounts = [value for (kind, _), value in last.items() if kind == RowKind.TRANSFER]
         if sum(accounts) != INITIAL_BALANCE * len(accounts):
-            raise Violation("Serializable", f"{len(accounts)} accounts hold {sum(accounts)}")
+            raise Violation(
+                "Serializable", f"the sum of {len(accounts)} accounts is {sum(accounts)}"
+            )
         for (kind, position), value in last.items():
             if kind == RowKind.GUARD and value == 0 and last.get((kind, position ^ 1)) == 0:
                 raise Violation("Serializable", f"both guards of the pair of {position} have left")

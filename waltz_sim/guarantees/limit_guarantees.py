@@ -78,7 +78,9 @@ class LimitGuarantees:
         total = sum(unanswered.values())
         limit = self._state.cluster.store_limits.lag_bytes_max + FRAME_BYTES
         if total > limit:
-            self._state.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
+            self._state.fail(
+                "Bounded", f"{effect.replica} has {total} unanswered bytes, {limit} allowed"
+            )
 
     def on_replica_response(
         self, session: "SessionId", replica: str, answer: StorageMessage
@@ -100,7 +102,9 @@ class LimitGuarantees:
         held = service.queue_limits
         for queued_bytes in (held.owner_bytes, held.reader_bytes):
             if queued_bytes - REQUEST_BYTES * service.queued_count > limit:
-                self._state.fail("Bounded", f"{storage.name}: {queued_bytes} bytes queued")
+                self._state.fail(
+                    "Bounded", f"{storage.name}: {queued_bytes} bytes queued, {limit} allowed"
+                )
 
     def on_server_stepped(self, server: "SimServer") -> None:
         """Check the queue, the bytes in flight and the fetches of a server."""

@@ -87,13 +87,15 @@ class LockGuarantees:
         writer = self.last_writer(lock, mark)
         if estimate < writer:
             self._state.fail(
-                "LockBound", f"{name} has lock {lock} at {estimate}, but {writer} wrote it"
+                "LockBound",
+                f"{name} has {estimate} as the last writer of lock {lock}, but transaction "
+                f"{writer} has written it",
             )
         if estimate > assigned_last:
             self._state.fail(
                 "ReserveHeld",
-                f"{name} has lock {lock} at {estimate}; the last assigned ID is {assigned_last}, "
-                f"the log ends at {mark}",
+                f"{name} has {estimate} as the last writer of lock {lock}; the last assigned ID is "
+                f"{assigned_last}, the log ends at {mark}",
             )
 
     def _last_assigned_id(self, server: "SimServer") -> TransactionId:
@@ -109,4 +111,7 @@ class LockGuarantees:
         assert table is not None
         assigned_last = self._last_assigned_id(server)
         if table.false_rejection_probability(assigned_last) > 0:
-            self._state.fail("ReserveHeld", f"{name} has entries above {assigned_last}")
+            self._state.fail(
+                "ReserveHeld",
+                f"{name} has lock entries above the last assigned ID, {assigned_last}",
+            )

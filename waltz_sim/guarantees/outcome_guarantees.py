@@ -63,7 +63,9 @@ class OutcomeGuarantees:
                 self._check_followed(operation, chain, position)
             elif operation.mark > history.last:
                 self._state.fail(
-                    "NotAhead", f"{operation} is accepted, but the log ends at {history.last}"
+                    "NotAhead",
+                    f"{operation} is accepted, although its mark is above {history.last}, the end "
+                    "of the log",
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
@@ -71,14 +73,19 @@ class OutcomeGuarantees:
         state, history = self._state, self._state.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
-            state.fail("Followed", f"{operation} is accepted in session {session_id}")
+            state.fail("Followed", f"{operation} is accepted in another session, {session_id}")
         if operation.mark >= position:
-            state.fail("Followed", f"{operation} is accepted as {position}")
+            state.fail(
+                "Followed",
+                f"{operation} is accepted as transaction {position}, which is not above its mark",
+            )
         for transaction_id, key in operation.predecessors:
             row = history.row_on_path(chain, transaction_id)
             if row is None or row.key != key:
                 state.fail(
-                    "Followed", f"{operation} depends on {key} at {transaction_id}, found {row}"
+                    "Followed",
+                    f"{operation} depends on row {key} as transaction {transaction_id}, found "
+                    f"{row}",
                 )
         self._check_all_reported(operation, chain)
         if operation.mark > history.last:
@@ -96,7 +103,9 @@ class OutcomeGuarantees:
                 continue
             if not locks.isdisjoint((*writer.write_locks, *writer.append_locks)):
                 self._state.fail(
-                    "Followed", f"{operation} was not notified of {writer} at {transaction_id}"
+                    "Followed",
+                    f"the author of {operation} was not notified of {writer}, transaction "
+                    f"{transaction_id}",
                 )
 
     def _check_new_row(self, transaction_id: int) -> None:
@@ -105,16 +114,25 @@ class OutcomeGuarantees:
         self._exposed_us[transaction_id] = state.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
         if operation is None:
-            state.fail("LogMatching", f"no application appended the row at {transaction_id}")
+            state.fail(
+                "LogMatching",
+                f"no application has appended the row of transaction {transaction_id}",
+            )
         if data_of_record(history.records[transaction_id]) != operation.data:
-            state.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
+            state.fail(
+                "LogMatching", f"{operation} differs from the row of transaction {transaction_id}"
+            )
         if operation.outcome == "no":
             state.fail(
                 "OutcomeTruth",
-                f"{operation} is in the log at {transaction_id}, but was reported as failed",
+                f"{operation} is in the log as transaction {transaction_id}, but was reported as "
+                "failed",
             )
         if operation.transaction_id not in {-1, transaction_id}:
-            state.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
+            state.fail(
+                "AtMostOnce",
+                f"{operation} is in the log twice, also as transaction {transaction_id}",
+            )
         operation.transaction_id = transaction_id
         self._check_serial(operation, transaction_id)
         self._state.ledger.replay(transaction_id, operation.data)
@@ -127,11 +145,11 @@ class OutcomeGuarantees:
             if writer > operation.mark:
                 self._state.fail(
                     "LockSerial",
-                    f"{transaction_id} with lock {lock} at mark {operation.mark}, written at "
-                    f"{writer}",
+                    f"transaction {transaction_id} has mark {operation.mark}, but transaction "
+                    f"{writer} has written its lock {lock}",
                 )
         if operation.mark >= transaction_id:
-            self._state.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
+            self._state.fail("NotAhead", f"transaction {transaction_id} has mark {operation.mark}")
         self._locks.add_row(operation, transaction_id)
 
     # ---- clients
@@ -151,7 +169,10 @@ class OutcomeGuarantees:
     def on_client_mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
         """15. HwmMono: check that a client's mark never goes back, and is never beyond the log."""
         if mark < self._marks[client.name]:
-            self._state.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
+            self._state.fail(
+                "HwmMono",
+                f"the mark of {client.name} moves back from {self._marks[client.name]} to {mark}",
+            )
         self._check_not_beyond_log(client, mark)
         self._marks[client.name] = mark
 
@@ -159,7 +180,7 @@ class OutcomeGuarantees:
         last = self._state.history.last
         if mark > last:
             self._state.fail(
-                "HwmMono", f"{client.name} received {mark}, but the log ends at {last}"
+                "HwmMono", f"{client.name} received mark {mark}, but the log ends at {last}"
             )
 
     def on_submission_settled(
@@ -187,7 +208,9 @@ class OutcomeGuarantees:
         if transaction_id > history.last or (
             history.log[transaction_id].number != operation.number
         ):
-            self._state.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
+            self._state.fail(
+                "OutcomeTruth", f"{operation} was reported as transaction {transaction_id}"
+            )
         operation.outcome = "ok"
         self._responses.on_acknowledged(transaction_id)
 
@@ -199,9 +222,15 @@ class OutcomeGuarantees:
                 "OutcomeTruth", f"{operation} is in the log, but was reported as {reason!r}"
             )
         if reason == RowOutcomeCode.LOCK and conflict > self._state.history.last:
-            self._state.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
+            self._state.fail(
+                "OutcomeTruth",
+                f"{operation} was rejected because of {conflict}, which is not committed",
+            )
         if reason == RowOutcomeCode.AHEAD and self._was_mark_reached(operation):
-            self._state.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
+            self._state.fail(
+                "OutcomeTruth",
+                f"{operation} was rejected as AHEAD, although the log had reached its mark",
+            )
         operation.outcome = "no"
 
     def _was_mark_reached(self, operation: Operation) -> bool:
@@ -237,13 +266,20 @@ class OutcomeGuarantees:
         """13. Dense and 14. ClientPrefix: check the rows that a client receives in its feed."""
         state, log = self._state, self._state.history.log
         if effect.first != client.fed_last + 1:
-            state.fail("Dense", f"{client.name} received {effect.first} after {client.fed_last}")
+            state.fail(
+                "Dense",
+                f"the feed of {client.name} continues with {effect.first} after {client.fed_last}",
+            )
         entries = list(_FEED_ENTRY.iter_unpack(effect.headers))
         if len(entries) != effect.count:
-            state.fail("Dense", f"{client.name}: {len(entries)} headers, expected {effect.count}")
+            state.fail(
+                "Dense", f"{client.name} received {len(entries)} headers, expected {effect.count}"
+            )
         for position, (client_id, _, _, sequence, _) in enumerate(entries, effect.first):
             if position >= len(log) or log[position].key != (client_id, sequence):
-                state.fail("ClientPrefix", f"{client.name} received a wrong row at {position}")
+                state.fail(
+                    "ClientPrefix", f"{client.name} received a wrong row as transaction {position}"
+                )
         state.counts["fed"] += effect.count
 
     def have_all_feeds_ended(self) -> bool:

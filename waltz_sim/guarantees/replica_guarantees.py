@@ -110,8 +110,8 @@ class ReplicaGuarantees:
         if log.synced_max < answered_last and not log.suspect:
             self._state.fail(
                 "PromiseMono",
-                f"{storage.name} had synced {answered_last}, restarts with {log.synced_max} and is "
-                "not suspect",
+                f"{storage.name} had synced transaction {answered_last}, restarts with "
+                f"{log.synced_max}, and is not suspect",
             )
         self._check_torn(storage, log)
 
@@ -124,7 +124,8 @@ class ReplicaGuarantees:
             operation = operations.get(int.from_bytes(data[:NUMBER_BYTES], "big"))
             if operation is None or operation.data != data:
                 self._state.fail(
-                    "NoRotServed", f"{storage.name} counts a torn record at {position}"
+                    "NoRotServed",
+                    f"{storage.name} treats a torn record, {position}, as a part of its log",
                 )
 
     def on_disk_rolled_back(self, storage: "SimStorage") -> None:
@@ -217,7 +218,9 @@ class ReplicaGuarantees:
             known = self._chain_of_batch.setdefault((entry.last, entry.session_id), entry.chain)
             if known != entry.chain:
                 self._state.fail(
-                    "LogMatching", f"{entry.last} of {entry.session_id} has two chains ({name})"
+                    "LogMatching",
+                    f"transaction {entry.last} of session {entry.session_id} has two chains "
+                    f"({name})",
                 )
         self.answered_last[name] = log.synced_max
         if before.segment_count and len(segments_of(storage)) > before.segment_count:
@@ -231,7 +234,8 @@ class ReplicaGuarantees:
         if message.mark != before.synced_max:
             self._state.fail(
                 "LwmFull",
-                f"{storage.name} sets mark {message.mark}, but is synced up to {before.synced_max}",
+                f"{storage.name} sets low-water mark {message.mark}, but is synced up to "
+                f"{before.synced_max}",
             )
 
     def _check_truncation(
@@ -252,13 +256,15 @@ class ReplicaGuarantees:
             if is_acked and storage.name not in self.corrupted:
                 self._state.fail(
                     "NoCutCommitted",
-                    f"{storage.name} truncates after {last_to_keep}, but has acknowledged {last}",
+                    f"{storage.name} truncates its log after {last_to_keep}, but has acknowledged "
+                    f"transaction {last}",
                 )
             del batches[chain]
         if last_to_keep < log.slot.low_water_mark:
             self._state.fail(
                 "NoCutCommitted",
-                f"{storage.name} keeps {last_to_keep} of {log.slot.low_water_mark}",
+                f"{storage.name} truncates its log after {last_to_keep}, below its low-water mark "
+                f"{log.slot.low_water_mark}",
             )
         self._check_identity(storage, "a truncation")
         self.answered_last[storage.name] = min(
@@ -275,11 +281,15 @@ class ReplicaGuarantees:
                 if self._is_reconstructed(storage.name, entry):
                     continue
                 if self._state.history.batch_at(entry.chain, entry.last) is None:
-                    self._state.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
+                    self._state.fail(
+                        "NoRotServed", f"{storage.name} sends an unknown batch: {entry}"
+                    )
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
-                self._state.fail("Identity", f"{storage.name} answers with another storage's ID")
+                self._state.fail(
+                    "Identity", f"{storage.name} answers with the ID of another storage"
+                )
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch entry may be a substitute for other entries, which were unreadable."""
@@ -306,9 +316,11 @@ class ReplicaGuarantees:
             or now.last_session < before.last_session
             or now.confirmed_mark < before.confirmed_mark
         ):
-            self._state.fail("PromiseMono", f"{name}: {before}, then {now}")
+            self._state.fail(
+                "PromiseMono", f"the durable values of {name} decrease: {before}, then {now}"
+            )
         if now.last_session > now.promised:
-            self._state.fail("PromiseMono", f"{name}: {now}")
+            self._state.fail("PromiseMono", f"{name} has not promised its last session: {now}")
         self.durable[name] = now
         self._sessions.on_slot_written(name, now.promised, now.last_session)
 
@@ -342,7 +354,9 @@ class ReplicaGuarantees:
                 )
             end += len(wanted)
         if end != len(records):
-            self._state.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
+            self._state.fail(
+                "NoRotServed", f"{name} sends {len(records)} bytes of records, expected {end}"
+            )
 
     def check_log_state(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: check that a replica has the rows of the history up to its low-water mark.
@@ -379,7 +393,7 @@ class ReplicaGuarantees:
         at = 0
         for position, record in enumerate(self._state.history.records[first : last + 1], first):
             if found[at : at + len(record)] != record:
-                self._state.fail("Fixed", f"{storage.name} has a wrong record at {position}")
+                self._state.fail("Fixed", f"{storage.name} has a wrong record {position}")
             at += len(record)
 
 

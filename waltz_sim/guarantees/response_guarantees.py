@@ -193,7 +193,7 @@ class ResponseGuarantees:
         if mark > state.history.last:
             state.fail(
                 "HwmMono",
-                f"{server.name} sends {mark}, but the log ends at {state.history.last}",
+                f"{server.name} sends mark {mark}, but the log ends at {state.history.last}",
             )
         before = self._marks.get(answer.connection, BEFORE_FIRST)
         if mark < before:
@@ -206,7 +206,8 @@ class ResponseGuarantees:
             if mark < known:
                 state.fail(
                     "StaleMark",
-                    f"{server.name} sends {mark}, but {known} was acknowledged {timer_ms} ms ago",
+                    f"{server.name} sends mark {mark}, but transaction {known} was acknowledged "
+                    f"{timer_ms} ms ago",
                 )
 
     # ---- 21. NoRotServed
@@ -231,14 +232,18 @@ class ResponseGuarantees:
         for _ in range(message.count):
             position = int.from_bytes(data[at : at + 8], "big")
             if not 0 <= position < len(records):
-                self._state.fail("NoRotServed", f"{name} sends {position}, which is not in the log")
+                self._state.fail(
+                    "NoRotServed", f"{name} sends transaction {position}, which is not in the log"
+                )
             record = records[position]
             wanted = record if message.form == RangeForm.WHOLE else record[:size]
             if data[at : at + len(wanted)] != wanted:
-                self._state.fail("NoRotServed", f"{name} sends a wrong record at {position}")
+                self._state.fail("NoRotServed", f"{name} sends a wrong record {position}")
             at += len(wanted)
         if at != len(data):
-            self._state.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
+            self._state.fail(
+                "NoRotServed", f"{name} sends {len(data)} bytes of records, expected {at}"
+            )
         self._state.counts["read"] += message.count
 
     def _check_data(self, name: str, message: TransactionDataResponse) -> None:
@@ -247,7 +252,7 @@ class ResponseGuarantees:
         if found is None:
             return
         if not 0 <= position < len(records) or bytes(found) != data_of_record(records[position]):
-            self._state.fail("NoRotServed", f"{name} sends wrong data for {position}")
+            self._state.fail("NoRotServed", f"{name} sends wrong data of transaction {position}")
         self._state.count("single transaction read")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
@@ -265,7 +270,8 @@ class ResponseGuarantees:
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
             if conflict > self._state.history.last:
                 self._state.fail(
-                    "OutcomeTruth", f"{name} rejects for {conflict}, which is not final"
+                    "OutcomeTruth",
+                    f"{name} rejects an append because of {conflict}, which is not committed",
                 )
             if conflict > self._committed_before_step.get(name, BEFORE_FIRST):
                 self._state.count("rejection delayed until the conflict committed")
@@ -277,7 +283,8 @@ class ResponseGuarantees:
         lost = self._first_lost_row.get(key)
         if lost is not None and lost < req_id.sequence and RowOutcomeCode.COMMITTED in reasons:
             self._state.fail(
-                "Overtaken", f"{name} reports {req_id} as committed, but {lost} was lost"
+                "Overtaken",
+                f"{name} reports {req_id} as committed, but row {lost} before it was lost",
             )
         rows = [row for row, reason in enumerate(reasons) if reason in _LOST_REASONS]
         if rows and lost is None:
@@ -336,7 +343,9 @@ class ResponseGuarantees:
             self._state.count("flushed")
             left = [each for each in before if each in unanswered]
             if left:
-                self._state.fail("Flush", f"the flush of {client.name} is answered before {left}")
+                self._state.fail(
+                    "Flush", f"the flush of {client.name} is answered before the appends {left}"
+                )
         elif isinstance(message, ReplicasResponse):
             assert isinstance(request, ReplicasRequest)
             if request.linearizable:
@@ -344,8 +353,8 @@ class ResponseGuarantees:
                 if message.high_water_mark < known:
                     self._state.fail(
                         "StaleMark",
-                        f"{client.name} receives {message.high_water_mark}, {known} was "
-                        "acknowledged before its request",
+                        f"{client.name} receives mark {message.high_water_mark}, but transaction "
+                        f"{known} was acknowledged before its request",
                     )
 
     def on_link_lost(self, client: "SimClient", link: "SimLink") -> None:

@@ -130,7 +130,7 @@ class SessionGuarantees:
             self._check_claim(server, before, after, marker)
         version = self._state.cluster.coordinator.metadata_version
         if version != self._version + 1:
-            self._fail_shape(f"version {self._version}, then {version}")
+            self._fail_shape(f"the version of the metadata was {self._version} and is {version}")
         self._version = version
 
     def _fail_shape(self, text: str) -> None:
@@ -146,13 +146,16 @@ class SessionGuarantees:
         """Check a first compare-and-set: it changes only session, generation and nonce."""
         session = after.session_id
         if session != before.session_id + 1 or after.generation < before.generation:
-            self._fail_shape(f"a claim from {before} to {after}")
+            self._fail_shape(f"a claim changes {before} to {after}")
         if marker.session_id != session or marker.nonce in self._nonces:
             self._fail_shape(
-                f"claim {session} with the marker of {marker.session_id}, or an old nonce"
+                f"the claim of session {session} has the marker of session {marker.session_id}, or "
+                "an old nonce"
             )
         if dict(after.states) != dict(before.states):
-            self._fail_shape(f"a claim changes states from {before.states} to {after.states}")
+            self._fail_shape(
+                f"a claim changes the replica states {before.states} to {after.states}"
+            )
         self._nonces[marker.nonce] = session
         self.claims[session] = ClaimedMetadata(server, marker.nonce, after.states)
         if before.session_id in self.opened and before.session_id not in self._submitted:
@@ -176,22 +179,24 @@ class SessionGuarantees:
         session = after.session_id
         claim = self.claims.get(session)
         if claim is None or (claim.server, claim.nonce) != (server, marker.nonce):
-            self._fail_shape(f"{server} writes states of {session}, claimed by {claim}")
+            self._fail_shape(f"{server} writes states of session {session}, claimed by {claim}")
             return
         engaged = _engaged(after)
         if len(engaged) < len(after.states) // 2 + 1:
-            self._fail_shape(f"too few are engaged: {after}")
+            self._fail_shape(f"fewer than a quorum of replicas are engaged: {after}")
         if {after.states[ReplicaId(name)].session_id for name in engaged} != {session}:
-            self._fail_shape(f"engaged in more than session {session}: {after}")
+            self._fail_shape(f"replicas are engaged in other sessions than {session}: {after}")
         engaged_before = self.ever_engaged.setdefault(session, {})
         if not set(engaged_before) <= set(engaged):
-            self._fail_shape(f"{session} continues without one of {list(engaged_before)}: {after}")
+            self._fail_shape(
+                f"session {session} continues without one of {list(engaged_before)}: {after}"
+            )
         self._check_closed(claim, after)
         for name in engaged:
             if self._last_session.get(name, NO_SESSION) < session:
                 self._state.fail(
                     "EngagedOnly",
-                    f"{name} is recorded as engaged in {session}, but its mark is not set",
+                    f"{name} is recorded as engaged in session {session}, but has not set its mark",
                 )
         if not engaged_before:
             self._check_previous_assignment(claim, session)
@@ -210,7 +215,8 @@ class SessionGuarantees:
         ]
         if len(marked) < claim.quorum:
             self._fail_shape(
-                f"{session} opens, but of {list(claim.states)} only {marked} have its mark"
+                f"session {session} opens, but of {list(claim.states)} only {marked} have set its "
+                "mark"
             )
 
     def _check_closed(self, claim: ClaimedMetadata, after: PartitionMetadata) -> None:
@@ -248,13 +254,13 @@ class SessionGuarantees:
         claim = self.claims.get(session)
         if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
             self._state.fail(
-                "SingleWriter", f"{name} accepts appends of {session} from another server"
+                "SingleWriter", f"{name} accepts appends of session {session} from another server"
             )
         for entry in lineage:
             is_open = session in self.opened or self.is_rewritten
             if entry.session_id == session and not is_open:
                 self._state.fail(
-                    "GateCAS2", f"{name} has an append of {session}, which is not open"
+                    "GateCAS2", f"{name} has an append of session {session}, which is not open"
                 )
             self._synced.setdefault(entry.chain, {})[name] = None
             self._last_of_chain[entry.chain] = entry.last
@@ -311,7 +317,9 @@ class SessionGuarantees:
             self._check_mark(session, message.mark)
         if isinstance(message, Engage) and effect.replica not in self.ever_engaged.get(session, ()):
             self._state.fail(
-                "EngagedOnly", f"{effect.replica} is notified that it is engaged in {session}"
+                "EngagedOnly",
+                f"{effect.replica} is notified that it is engaged in session {session}, but it is "
+                "not",
             )
         if isinstance(message, AppendRaw):
             self._check_own_append(server, effect.replica, message)
@@ -324,11 +332,15 @@ class SessionGuarantees:
             return
         if session not in self.opened:
             self._state.fail(
-                "GateCAS2", f"{server.name} appends to {session}, which is not open yet"
+                "GateCAS2", f"{server.name} appends in session {session}, which is not open yet"
             )
         late = lasts[-1] > self._state.history.last
         if late and replica not in self.ever_engaged[session]:
-            self._state.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
+            self._state.fail(
+                "EngagedOnly",
+                f"{replica}, which is not engaged in session {session}, gets transaction "
+                f"{lasts[-1]}",
+            )
 
     def _decide(self, session: SessionId) -> DecidedMark:
         """5. FenceFirst, and the formula of 6. DecisionCovers: compute a decision independently."""
@@ -342,14 +354,20 @@ class SessionGuarantees:
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
             self._state.fail(
-                "FenceFirst", f"{session} decides, but {unfenced} may still acknowledge"
+                "FenceFirst",
+                f"session {session} decides where the log ends, but {unfenced} may still "
+                "acknowledge appends of earlier sessions",
             )
         known = self._trusted_lasts(session, claim)
         unknown_count = len(engaged) - len(known)
         mark_min = BEFORE_FIRST
         if engaged:
             if unknown_count >= quorum:
-                self._state.fail("DecisionCovers", f"{session} decides on {known} alone")
+                self._state.fail(
+                    "DecisionCovers",
+                    f"session {session} decides with fewer than a quorum of trusted replicas: "
+                    f"{known}",
+                )
             known.sort(reverse=True)
             mark_min = TransactionId(known[quorum - unknown_count - 1])
         if unknown_count:
@@ -387,7 +405,7 @@ class SessionGuarantees:
         """6. DecisionCovers: check a mark that a session uses."""
         known = self._marks.get(session)
         if known is not None and mark != known:
-            self._state.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
+            self._state.fail("DecisionCovers", f"session {session} uses mark {known}, then {mark}")
         if known is not None:
             return  # The log may have grown in this session since.
         self._marks[session] = mark
@@ -395,8 +413,8 @@ class SessionGuarantees:
         if mark < decided.mark_min or mark < last:
             self._state.fail(
                 "DecisionCovers",
-                f"{session} uses mark {mark}; {decided.mark_min} may be acknowledged, "
-                f"{last} is in the log",
+                f"session {session} uses mark {mark}, but transactions up to {decided.mark_min} "
+                f"may be acknowledged, and the log ends at {last}",
             )
 
     # ---- effects of the owner
@@ -407,7 +425,8 @@ class SessionGuarantees:
             return
         if session not in self.opened:
             self._state.fail(
-                "GateCAS2", f"{server.name} submits to {session}, which is not open yet"
+                "GateCAS2",
+                f"{server.name} submits a batch to session {session}, which is not open yet",
             )
         self._submitted[session] = None
 
@@ -440,7 +459,9 @@ class SessionGuarantees:
 
     def _check_open(self, session: SessionId, what: str) -> None:
         if session not in self.opened:
-            self._state.fail("GateCAS2", f"{what} of session {session} before it is open")
+            self._state.fail(
+                "GateCAS2", f"effect {what} of session {session}, which is not open yet"
+            )
 
     def _check_session_opened(
         self, server: "SimServer", effect: session_events.SessionOpened
@@ -453,7 +474,9 @@ class SessionGuarantees:
         self._check_covers(effect)
         writer = self.claims[session].server
         if writer != server.name:
-            self._state.fail("SingleWriter", f"{writer} and {server.name} in {session}")
+            self._state.fail(
+                "SingleWriter", f"{writer} and {server.name} both own session {session}"
+            )
 
     def _check_covers(self, effect: session_events.SessionOpened) -> None:
         """6. DecisionCovers: check that a session covers all rows acknowledged to applications."""
@@ -461,8 +484,8 @@ class SessionGuarantees:
         if effect.high_water_mark < last:
             self._state.fail(
                 "DecisionCovers",
-                f"{effect.session_id} opens at {effect.high_water_mark}, "
-                f"{self._state.history.last} is in the log",
+                f"session {effect.session_id} opens at mark {effect.high_water_mark}, but the log "
+                f"ends at {self._state.history.last}",
             )
         if effect.high_water_mark > self._state.history.last:
             self._state.count("unacknowledged rows kept by a recovery")
@@ -475,7 +498,10 @@ class SessionGuarantees:
         engaged = self.ever_engaged[session]
         holders = [name for name in self._synced.get(effect.chain, ()) if name in engaged]
         if len(holders) < quorum:
-            self._state.fail("AckQuorum", f"{last} of {session} is on {holders} only")
+            self._state.fail(
+                "AckQuorum",
+                f"transaction {last} of session {session} is committed, but only {holders} have it",
+            )
         voters = [
             name
             for name in engaged
@@ -484,7 +510,8 @@ class SessionGuarantees:
         if len(voters) < quorum:
             self._state.fail(
                 "EngagedOnly",
-                f"{last} of {session}: of {list(engaged)} only {voters} have answered",
+                f"transaction {last} of session {session} is committed, but of {list(engaged)} "
+                f"only {voters} have acknowledged it",
             )
 
 
