@@ -165,7 +165,7 @@ def bench(
     )
     if access_rounds is not None:
         if tls_file is None:
-            raise BadConfig("--access-rounds also needs --tls")
+            raise BadConfig("--access-rounds needs --tls")
         from waltz_bench.compared import access_cost  # noqa: PLC0415 - costs start-up time
 
         measured = access_cost.compare(run, bench_load, tls_file, access_rounds)
@@ -230,7 +230,7 @@ def _import_workload(name: str) -> Workload:
         )
     module, function = WORKLOADS[name]
     if module in ("archive_workload", "spark_workloads") and find_spec("pyspark") is None:
-        raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")
+        raise BadConfig(f"{name} needs PySpark. Hint: run pip install 'waltz-spark[spark]'.")
     function_object: Workload = getattr(import_module(f"waltz_bench.{module}"), function)
     return function_object
 

@@ -155,7 +155,7 @@ def key_cache_for(reference: str) -> KeyCache:
     except ImportError as error:
         raise errors.BadConfig(
             f"payload encryption needs the package cryptography: {error}. Hint: "
-            "pip install 'waltz-spark[encryption]'"
+            "run pip install 'waltz-spark[encryption]'."
         ) from error
     if is_function_name(reference):
         hint = "Hint: it must be a function in a module that each process can import."

@@ -128,8 +128,8 @@ def jars_directory() -> Path:
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.origin:
         raise BadConfig(
-            "ZooKeeper needs the jars of PySpark, which is not installed. Hint: pip install "
-            "'waltz-spark[spark]'"
+            "ZooKeeper needs the jars of PySpark, which is not installed. Hint: run "
+            "pip install 'waltz-spark[spark]'."
         )
     jars = Path(spec.origin).parent / "jars"
     if not list(jars.glob("zookeeper-*.jar")):

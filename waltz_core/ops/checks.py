@@ -57,7 +57,7 @@ def check_cluster(
         FailedCheck(
             "assignment",
             f"partition {partition}: its replicas are in fewer groups of storages than possible. "
-            "Hint: `waltz-core cluster auto-assign` spreads them",
+            "Hint: `waltz-core cluster auto-assign` spreads them.",
             (partition,),
         )
         for partition in replica_steps.partitions_in_too_few_groups(
@@ -77,7 +77,9 @@ def _check_assignment(
             "assignment", "the assignment does not match the live servers yet", partition_ids
         )
     if not cluster.servers:
-        yield FailedCheck("assignment", "no server is registered. Hint: start one", partition_ids)
+        yield FailedCheck(
+            "assignment", "no server is registered. Hint: start a server.", partition_ids
+        )
         return
     for condition in conditions:
         if condition.owner is None:
@@ -166,10 +168,10 @@ def _unavailable_text(condition: PartitionCondition, storage: StorageFacts) -> s
         return ""
     texts = {
         UnavailableReason.MISSING: "has no replica of the partition, although ZooKeeper assigns "
-        "one to the storage. Hint: `waltz-core storage sync-partitions`",
-        UnavailableReason.OFFLINE: "has taken its replica offline. Hint: `waltz-core storage "
-        f"availability --storage {storage.address} --partition {condition.partition_id} --online "
-        "true`",
+        "one to the storage. Hint: run `waltz-core storage sync-partitions`.",
+        UnavailableReason.OFFLINE: "has taken its replica offline. Hint: run `waltz-core "
+        f"storage availability --storage {storage.address} --partition "
+        f"{condition.partition_id} --online true`.",
         UnavailableReason.OPENING: "is still opening the log of its replica",
         UnavailableReason.UNREADABLE: f"cannot open the log of its replica: {replica.open_error}",
         UnavailableReason.STUCK: "does not complete requests for this partition",
@@ -181,7 +183,7 @@ def _check_replicas(condition: PartitionCondition) -> Iterator[FailedCheck]:
     """Report replicas that are not engaged in the newest session, and partitions without quorum."""
     name, affected = f"partition {condition.partition_id}", (condition.partition_id,)
     if not condition.assigned_replicas:
-        text = f"{name} has no replicas. Hint: `waltz-core cluster auto-assign`"
+        text = f"{name} has no replicas. Hint: run `waltz-core cluster auto-assign`."
         yield FailedCheck("assignment", text, affected)
         return
     if not condition.replicas.was_ever_opened:

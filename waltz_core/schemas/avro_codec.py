@@ -26,7 +26,7 @@ try:
     import fastavro.schema
 except ImportError as error:
     raise BadConfig(
-        f"Avro needs the package fastavro: {error}. Hint: pip install 'waltz-spark[avro]'"
+        f"Avro needs the package fastavro: {error}. Hint: run pip install 'waltz-spark[avro]'."
     ) from error
 
 # The names of these logical types begin with `RENAMED_PREFIX`, so other users of fastavro are

@@ -41,7 +41,8 @@ try:
     from google.protobuf.message import DecodeError, EncodeError
 except ImportError as error:
     raise BadConfig(
-        f"Protobuf needs the package protobuf: {error}. Hint: pip install 'waltz-spark[protobuf]'"
+        f"Protobuf needs the package protobuf: {error}. Hint: run "
+        "pip install 'waltz-spark[protobuf]'."
     ) from error
 
 _WELL_KNOWN_MODULES: Final = (

@@ -45,7 +45,7 @@ try:
     from deltalake.exceptions import DeltaError, TableNotFoundError
 except ModuleNotFoundError:
     raise BadConfig(
-        "Delta tables need the package deltalake. Hint: pip install 'waltz-spark[tables]'."
+        "Delta tables need the package deltalake. Hint: run pip install 'waltz-spark[tables]'."
     ) from None
 
 # The position columns of the table (rule 2), and the columns of the changes from which they come.

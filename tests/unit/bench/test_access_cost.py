@@ -74,7 +74,7 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["append-one", "--access-rounds", "2"], "--access-rounds also needs --tls"),
+        (["append-one", "--access-rounds", "2"], "--access-rounds needs --tls"),
         (
             ["append-one", "--tls", "t", "--connect", "zk/w"],
             "--tls needs a workload with a temporary",

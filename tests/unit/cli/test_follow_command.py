@@ -92,4 +92,4 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "waltz_core.tables.delta_table", raising=False)
     result = run_command("follow", "table", *ARGUMENTS)
     assert result.returncode == 1
-    assert "Hint: pip install 'waltz-spark[tables]'." in result.stderr
+    assert "Hint: run pip install 'waltz-spark[tables]'." in result.stderr

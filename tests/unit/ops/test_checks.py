@@ -94,11 +94,11 @@ def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case
 
 def test_a_storage_that_does_not_serve_an_assigned_replica_is_reported(case):
     case.replica(A, is_present=False)
-    assert text(case).endswith("`waltz-core storage sync-partitions`")
+    assert text(case).endswith("Hint: run `waltz-core storage sync-partitions`.")
     case.replica(A, is_present=True, is_online=False)
     assert text(case) == (
-        f"partition 0: storage {A} has taken its replica offline. Hint: `waltz-core "
-        f"storage availability --storage {A} --partition 0 --online true`"
+        f"partition 0: storage {A} has taken its replica offline. Hint: run `waltz-core "
+        f"storage availability --storage {A} --partition 0 --online true`."
     )
     for changed in ({"is_opening": True}, {"open_error": "rot"}, {"is_stuck": True}):
         case = Case()
@@ -116,7 +116,7 @@ def test_replicas_that_lag_or_are_too_few_are_reported(case):
     case.partition(metadata=PartitionMetadata())
     assert text(case) == "partition 0 was never opened"
     case.cluster(assigned_replicas={0: (), 1: (A, B, C)})
-    assert text(case) == "partition 0 has no replicas. Hint: `waltz-core cluster auto-assign`"
+    assert text(case) == "partition 0 has no replicas. Hint: run `waltz-core cluster auto-assign`."
 
 
 def test_checks_fail_for_a_cause_and_its_consequences(case):

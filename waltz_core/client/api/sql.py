@@ -53,8 +53,8 @@ try:
     from sqlalchemy.exc import SQLAlchemyError as DatabaseError
 except ImportError as error:
     raise ImportError(
-        "waltz_core.client.api.sql needs SQLAlchemy 2 and the driver of your database: "
-        "pip install 'waltz-spark[sql]' psycopg[binary]"
+        "waltz_core.client.api.sql needs SQLAlchemy 2 and the driver of your database. Hint: for "
+        "PostgreSQL, run pip install 'waltz-spark[sql]' psycopg[binary]."
     ) from error
 
 _log = logging.getLogger(__name__)
