@@ -131,7 +131,7 @@ DASHBOARDS: Final = (
             ),
             stat(
                 "Replicas not in sync",
-                "Replicas that do not count for a quorum, also those of stopped storages.",
+                "Replicas that do not count for a quorum, including those of stopped storages.",
                 "count(waltz_server_replica_in_sync{[[]]} == 0) or vector(0)",
             ),
             stat(

@@ -248,7 +248,7 @@ def _write_object(
     archive_object = ArchiveObject(data, name)
     batches = [batch for run in job.runs for batch in run.batches]
     if archive_object.metadata != metadata or list(archive_object.verify()) != batches:
-        raise ChecksumMismatch(f"archived object {name}: its batches are not those of the log")
+        raise ChecksumMismatch(f"archived object {name}: its batches differ from those of the log")
     stamps = [written_batch.stamp_ms for written_batch in batches if written_batch.stamp_ms]
     return ObjectEntry(
         name,

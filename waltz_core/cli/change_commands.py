@@ -104,8 +104,7 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
         "--connect",
         envvar=options.CONNECT_VARIABLE,
         metavar="CONNECT",
-        help="the connect string, if it is not an argument [default:  "
-        f"${options.CONNECT_VARIABLE}]",
+        help=f"the connect string, if it is not an argument [default: ${options.CONNECT_VARIABLE}]",
     )
     @functools.wraps(function)
     def run(*, connect_argument: str | None, connect: str | None, **arguments: Any) -> object:  # noqa: ANN401

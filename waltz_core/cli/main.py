@@ -269,7 +269,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
         "show and verify the files of a storage, and rebuild indexes",
         {
             "disk.disk_control": {
-                "dump-control-file": "print the control files, also damaged ones",
+                "dump-control-file": "print the control files, including damaged ones",
             },
             "disk.disk_segment": {
                 "dump-segment": "print the records of segments, one per line",

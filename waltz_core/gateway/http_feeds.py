@@ -83,7 +83,7 @@ class HttpFeed:
         if self._mark > last:
             raise errors.ClientAheadOfLog(
                 f"partition {self._partition}: the mark {self._mark} is above the log's, {last}. "
-                "Hint: the state may be that of another cluster."
+                "Hint: the mark may come from another cluster."
             )
         if last > BEFORE_FIRST:
             first = min(self._mark + 1, last)

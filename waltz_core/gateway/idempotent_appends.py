@@ -334,7 +334,7 @@ def _rejection_error(row: NewTransaction, rejection: _Rejection) -> errors.Waltz
     if winner == _MARK_ABOVE_LOG:
         return errors.ClientAheadOfLog(
             f"partition {row.partition}: the mark {row.mark} is above the log's, {mark}. Hint: "
-            "the state may be that of another cluster."
+            "the mark may come from another cluster."
         )
     failed = errors.LockFailed(
         f"partition {row.partition}: lock conflict: transaction {winner} (or an earlier one) "

@@ -532,9 +532,7 @@ class LegacyServerPartition:
 def exactly_once_error(address: str) -> errors.UsageError:
     """Return the error of an exactly-once write at a 0.13 server."""
     return errors.UsageError(
-        f"server {address} runs Waltz 0.13, which does not support exactly-once writes, "
-        "because it does not remember which writers are superseded after their connection "
-        "has ended"
+        f"server {address} runs Waltz 0.13, which does not support exactly-once writes"
     )
 
 

@@ -587,7 +587,7 @@ class SessionArchiver:
             self._next_attempt_at_ms = now_ms + self._limits.archive_interval_ms
         elif notice.last < attempt.first:
             self._on_attempt_failed(
-                f"expected that the archived range ends at transaction {attempt.first} or later, "
+                f"expected an archived range that ends at transaction {attempt.first} or later, "
                 f"found {notice.last}",
                 now_ms,
             )

@@ -485,7 +485,7 @@ class RepairRunner:
             expected = step.fetched_range.first + step.fetched_range.count - 1
             if answer.synced_max != expected:
                 raise RemoteProtocolError(
-                    "copy to a replica: expected that it is synced up to transaction "
+                    "copy to a replica: expected a log that is synced up to transaction "
                     f"{expected}, found {answer.synced_max}"
                 )
             repair.on_copy_appended(step)
@@ -513,7 +513,7 @@ class RepairRunner:
         elif isinstance(step, ReplicaReset):
             if (last, chain) != step:
                 raise RemoteProtocolError(
-                    "reset of a replica: expected that its log ends at transaction "
+                    "reset of a replica: expected a log that ends at transaction "
                     f"{step.last}, found {last}"
                 )
             repair.on_log_reset(step)
@@ -528,7 +528,7 @@ class RepairRunner:
             assert isinstance(step, SetMark)
             if (last, chain) != step:
                 raise RemoteProtocolError(
-                    "low-water mark of a replica: expected that its log ends at transaction "
+                    "low-water mark of a replica: expected a log that ends at transaction "
                     f"{step.mark} with chain hash {step.chain.hex()}, found {last} with chain "
                     f"hash {chain.hex()}"
                 )

@@ -351,7 +351,7 @@ class ReplicaRepair:
         """The replica has truncated its log."""
         if last != min(self.last, step.last_to_keep):
             raise RemoteProtocolError(
-                f"truncation: expected that the log ends at transaction {step.last_to_keep}, "
+                f"truncation: expected a log that ends at transaction {step.last_to_keep}, "
                 f"found {last}"
             )
         # The truncation may end inside a batch, and the known lineage is that of the longer log.
@@ -457,7 +457,7 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
     if lengths.size != answer.count:
         raise BadFormat(f"copied records: expected {answer.count} lengths, found {lengths.size}")
     if crc32(answer.records) != answer.records_crc:
-        raise ChecksumMismatch(f"copied records from {first}: they do not match their CRC")
+        raise ChecksumMismatch(f"copied records from {first}: the records do not match their CRC")
     bad_index = raw_records.first_bad_record(answer.records, lengths)
     if bad_index is not None:
         raise ChecksumMismatch(

@@ -313,7 +313,7 @@ class ReplicaSession:
         last = request.lineage[-1].last
         if not last <= answer.synced_max < self.next_id:
             raise RemoteProtocolError(
-                f"storage {self.replica}: expected that it is synced up to a transaction in "
-                f"{last}..{self.next_id - 1}, found {answer.synced_max}"
+                f"storage {self.replica}: expected a log that is synced up to a transaction "
+                f"in {last}..{self.next_id - 1}, found {answer.synced_max}"
             )
         self.synced_last = max(self.synced_last, TransactionId(answer.synced_max))

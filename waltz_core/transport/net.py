@@ -576,7 +576,9 @@ class Link:
         """Set the principal from a token; raises AuthenticationFailed."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
-            raise AuthenticationFailed("expected TLS, which is required to present a token")
+            raise AuthenticationFailed(
+                "expected TLS, which is required to present a token; found plain TCP"
+            )
         if self.access is not None:
             self.access.take_token(credential.token)
 

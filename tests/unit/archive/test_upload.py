@@ -160,7 +160,9 @@ def test_records_of_another_log_are_found(store):
     entries = list(job.runs[0].batches)
     entries[0] = entries[0]._replace(stamp_ms=6, chain=NONCE)
     wrong = (job.runs[0]._replace(batches=entries), job.runs[1])
-    with pytest.raises(ChecksumMismatch, match=r"0-9-9.*: its batches are not those of the log"):
+    with pytest.raises(
+        ChecksumMismatch, match=r"0-9-9.*: its batches differ from those of the log"
+    ):
         upload(store, KEY, job_after(runs=wrong))
     assert not [name for name in store.list_names(CLUSTER) if "manifests" in name]
 

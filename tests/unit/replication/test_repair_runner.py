@@ -124,7 +124,7 @@ def test_a_replica_with_a_mark_on_another_log_is_not_ready(fields):
     change_answers(bench, A, wire.SetLowWaterMark, **fields)
     bench.reopen()
     assert (
-        "expected that its log ends at transaction 15"
+        "expected a log that ends at transaction 15"
         in bench.reports("replica.rejected")[0]["reason"]
     )
     assert bench.store.readable_replicas == [B, C]

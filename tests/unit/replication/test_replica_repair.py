@@ -498,7 +498,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
         step := repair.next_step(RepairGoal(5, source.chain), has_source=available), Truncation
     ):
         perform_step(repair, replica, source, step)
-    with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
+    with pytest.raises(RemoteProtocolError, match="expected a log that ends at transaction 5"):
         repair.on_log_truncated(4, bytes(16), step)
 
 

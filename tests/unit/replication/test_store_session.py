@@ -399,7 +399,7 @@ def test_an_impossible_answer_ends_the_session(bench, synced_max):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
     bench.step(session_events.ReplicaResponded(0, A, answer))
-    assert "expected that it is synced up to a" in bench.all_reported(SessionClosed)[0].reason
+    assert "expected a log that is synced up to a" in bench.all_reported(SessionClosed)[0].reason
     assert not bench.all_reported(TransactionsCommitted)
 
 

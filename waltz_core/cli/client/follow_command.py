@@ -254,8 +254,8 @@ def _table_options(options: FollowOptions) -> list[TableOptions]:
         return [TableOptions(options.table, **options_of_table)]
     if options.table is not None or any(options_of_table.values()):
         raise BadConfig(
-            "--tables: expected that only the file names tables and their options, found TABLE "
-            f"or one of the options {', '.join(options_of_table)} on the command line"
+            "--tables cannot be used with TABLE or with one of the options "
+            f"{', '.join(options_of_table)}. Hint: write them into the file."
         )
     return read_tables(options.tables)
 

@@ -270,7 +270,8 @@ def _choose_replica(
 ) -> ReplicaId:
     if not logs:
         raise Unavailable(
-            f"partition {partition_id}: no replica answers. Hint: start a storage that has one."
+            f"partition {partition_id}: no replica answers. Hint: start a storage that has a "
+            "replica of the partition."
         )
     if requested_replica is None:
         return max(logs, key=lambda each: _log_sort_key(logs[each]))

@@ -177,8 +177,8 @@ class Feed:
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
-                f"{description}: expected a high-water mark of -1 or more, and no earlier feed "
-                "request of the client that is still open"
+                f"{description}: expected a high-water mark of -1 or more, and no other open "
+                "feed request of the client"
             )
         return None
 
