@@ -109,7 +109,10 @@ def test_a_gateway_serves_its_health_and_metrics_pages(cluster: LocalCluster):
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        (("--listen-host", "10.1.2.3"), "'10.1.2.3' is not a loopback address, which requires"),
+        (
+            ("--listen-host", "10.1.2.3"),
+            "'10.1.2.3' is not a loopback address, so the gateway requires",
+        ),
         (("--https-key", "x.pem"), "setting https_key requires https_certificate"),
         (
             ("--https-certificate", "none.pem"),

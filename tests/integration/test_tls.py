@@ -168,5 +168,8 @@ def test_a_daemon_without_protection_does_not_start_on_a_network(kind: str, tmp_
     file.write_text(render_toml(kind, values))
     result = run_command(kind, "run", "--config", str(file))
     assert result.returncode == 1
-    assert "'10.1.2.3' is not a loopback address, which requires tls = \"on\" and" in result.stderr
+    assert (
+        "'10.1.2.3' is not a loopback address, so the daemon requires tls = \"on\" and"
+        in result.stderr
+    )
     assert not (tmp_path / "data").exists()

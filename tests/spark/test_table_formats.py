@@ -430,7 +430,7 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
         ("id long, op string", "column 'value' of the table is not declared"),
         ("id long, op string, value int", "has type bigint in the table, but is declared as int"),
         ("id long, op string, value long, n short", "has no type smallint"),
-        ("id long, op string, value long, _file string", "none of .*, _file, "),
+        ("id long, op string, value long, _file string", "Reserved names are .*, _file, "),
     ):
         with pytest.raises(BadConfig, match=message):
             waltz_spark.follow(

@@ -151,9 +151,9 @@ def _tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
         return None
     if not config.insecure_network:
         raise errors.BadConfig(
-            f"setting listen_host: {config.listen_host!r} is not a loopback address, which "
-            "requires https_certificate. Hint: in a private network, or behind a proxy with TLS, "
-            "insecure_network = true permits it without TLS."
+            f"setting listen_host: {config.listen_host!r} is not a loopback address, so the "
+            "gateway requires https_certificate. Hint: in a private network, or behind a proxy "
+            "with TLS, insecure_network = true permits it without TLS."
         )
     _log.warning(
         "network.insecure host=%s missing=%r hint=%r",

@@ -438,7 +438,7 @@ class LocalCluster:
                     "up` starts one."
                 ) from None
             except (ValueError, KeyError, TypeError) as error:
-                raise BadConfig(f"{path} is no state file of a cluster: {error}") from None
+                raise BadConfig(f"{path} is not a state file of a cluster: {error}") from None
         return self._state
 
     def _load_or_create(self) -> None:

@@ -57,10 +57,8 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
         if (other_name := names_by_lower.get(part.name.lower())) is not None:
             names = f" Reserved names are {', '.join(sorted(reserved))}." if reserved else ""
             raise BadConfig(
-                f"column {path + part.name!r}: expected a name that differs from all others in "
-                f"more than upper and lower case, found {other_name!r}, too.{names} Hint: rename "
-                "the "
-                "column."
+                f"column {path + part.name!r}: the name {other_name!r} is already used, and "
+                f"Delta does not distinguish upper and lower case.{names} Hint: rename the column."
             )
         names_by_lower[part.name.lower()] = part.name
 

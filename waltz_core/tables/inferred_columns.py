@@ -99,7 +99,9 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
             continue  # the case of nearly all values
         if not isinstance(name, str) or name.lower() in _RESERVED_NAMES:
             raise _Mismatch(
-                name, f"text that is none of {', '.join(sorted(_RESERVED_NAMES))}", repr(name)
+                name,
+                f"a text that is none of {', '.join(sorted(_RESERVED_NAMES))} as column name",
+                repr(name),
             )
         widened = _widen_type(known_type, value, name)
         if widened == known_type:
@@ -151,7 +153,7 @@ def _widen_list(known_type: ArrowType | None, value: list[Any], path: str, level
         if element is not None:
             item = _widen_type(item, element, f"{path}[]", level + 1)
     if item is None:
-        raise _Mismatch(path, "a value", "a list without elements, so that their type is unknown")
+        raise _Mismatch(path, "a value", "a list without elements, whose type is unknown")
     return pa.list_(item)
 
 
@@ -167,7 +169,7 @@ def _widen_struct(
         if field_value is not None:
             fields[name] = _widen_type(fields.get(name), field_value, f"{path}.{name}", level + 1)
     if not fields:
-        raise _Mismatch(path, "a value", "a map without entries, so that their types are unknown")
+        raise _Mismatch(path, "a value", "a map without entries, whose types are unknown")
     return pa.struct(list(fields.items()))
 
 

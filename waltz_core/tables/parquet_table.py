@@ -367,8 +367,8 @@ def with_position_columns(schema: ArrowSchema) -> ArrowSchema:
     for name in schema.names:
         if (other_name := names_by_lower.get(name.lower())) is not None:
             raise BadConfig(
-                f"column {name!r}: expected a name that differs from all others in more than "
-                f"upper and lower case, found {other_name!r}, too. Reserved names are "
+                f"column {name!r}: the name {other_name!r} is already used, and the table does not "
+                "distinguish upper and lower case. Reserved names are "
                 f"{', '.join(sorted(_RESERVED))}. Hint: rename the column."
             )
         names_by_lower[name.lower()] = name

@@ -269,9 +269,9 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         return
     if not config.insecure_network:
         raise BadConfig(
-            f"setting listen_host: {config.listen_host!r} is not a loopback address, which "
-            f"requires {missing}. Hint: docs/security.md describes how to protect a cluster. "
-            "In a private network, insecure_network = true permits it without this "
+            f"setting listen_host: {config.listen_host!r} is not a loopback address, so the "
+            f"daemon requires {missing}. Hint: docs/security.md describes how to protect a "
+            "cluster. In a private network, insecure_network = true permits it without this "
             "protection."
         )
     _log.warning(

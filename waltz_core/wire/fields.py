@@ -245,7 +245,7 @@ def _tuple_layout(
 
 def _read_bool(view: memoryview, offset: int) -> tuple[bool, int]:
     if offset >= len(view):
-        raise RemoteProtocolError(f"expected a bool at byte {offset}, found the end")
+        raise RemoteProtocolError(f"expected a bool at byte {offset}, found the end of the message")
     return view[offset] == 1, offset + 1
 
 

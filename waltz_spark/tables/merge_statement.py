@@ -116,9 +116,8 @@ def check_column_names(
     for name in schema.names:
         if name.lower() in names_by_lower:
             raise BadConfig(
-                f"column {name!r}: expected a name that differs from all others in more than "
-                f"upper and lower case, found {names_by_lower[name.lower()]!r}, too. Reserved "
-                "names are "
+                f"column {name!r}: the name {names_by_lower[name.lower()]!r} is already used, and "
+                "the table does not distinguish upper and lower case. Reserved names are "
                 f"{', '.join(sorted(reserved_names))}. Hint: rename the column in the declared "
                 "schema."
             )

@@ -17,7 +17,7 @@ ARGUMENTS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
         (["--format", "parquet"], "a Parquet table only gains rows: expected no key"),
         (["--key", "no"], "key: expected columns of the table, found 'no'. Hint: declare this"),
         (["--column", "a:int46"], "--column a: expected one of the types"),
-        (["--column", "ID:int64"], "differs from all others in more than upper and lower case"),
+        (["--column", "ID:int64"], "does not distinguish upper and lower case"),
         (["--delete-where", "a AND b"], "expected a column, or one comparison of a column with"),
         (["--data-format", "avro"], "--data-format avro needs --schema-registry URL"),
         (["--changes", "f"], "changes function: expected 'module:function', such as"),

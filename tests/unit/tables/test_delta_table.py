@@ -365,10 +365,10 @@ def test_a_type_that_delta_does_not_support_is_rejected(kind: pa.DataType):
         ([""], "Delta does not permit this name"),
         (["a\x00b"], "Delta does not permit this name"),
         (["__delta_rs_source"], "without the prefix `__delta_rs_`"),
-        (["a", "A"], r"more than upper and lower case, found 'a', too\..* Hint: rename the column"),
+        (["a", "A"], r"the name 'a' is already used, .* Hint: rename the column"),
         (
             ["_Partition"],
-            "found '_partition', too. Reserved names are _deleted, _partition, ",
+            r"the name '_partition' is already used, .* Reserved names are _deleted, _partition, ",
         ),
     ],
 )
