@@ -202,7 +202,7 @@ def test_a_client_over_its_connection_limit_gets_the_reason(access: ClusterAcces
         first.append(b"x", partition=partition).result()
         with (
             WaltzClient(access.connect(GREEDY), config) as second,
-            pytest.raises(Overloaded, match=f"{GREEDY} exceeds its limit of 1 connections at"),
+            pytest.raises(Overloaded, match=f"{GREEDY} exceeds its limit of 1 connection at"),
         ):
             second.high_water_mark(partition)
         first.append(b"y", partition=partition).result()

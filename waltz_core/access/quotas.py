@@ -237,7 +237,9 @@ class Quota:
         """Count a connection; raises Overloaded if the principal has reached its limit."""
         limit = self.limits.connections
         if limit is not None and len(self.connections) >= limit:
-            raise self._over_limit_error(f"{limit} connections", REJECTED_CONNECTION_RETRY_MS)
+            raise self._over_limit_error(
+                f"{limit} connection{'s' * (limit != 1)}", REJECTED_CONNECTION_RETRY_MS
+            )
         self.connections[connection] = None
 
     def remove_connection(self, connection: Hashable) -> None:
@@ -253,7 +255,9 @@ class Quota:
         """
         limit = self.limits.feeds
         if limit is not None and len(self.feeds) >= limit and key not in self.feeds:
-            return self._over_limit_error(f"{limit} feeds", REJECTED_CONNECTION_RETRY_MS)
+            return self._over_limit_error(
+                f"{limit} feed{'s' * (limit != 1)}", REJECTED_CONNECTION_RETRY_MS
+            )
         self.feeds[key] = connection
         return None
 

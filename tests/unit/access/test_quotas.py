@@ -120,7 +120,7 @@ def test_connections_and_feeds_over_the_limit_are_rejected():
     assert caught.value.retry_after_ms > 0
     assert quota.begin_feed((1, 7), "a") is None
     assert quota.begin_feed((1, 7), "b") is None  # the same feed moves to connection b
-    assert "exceeds its limit of 1 feeds" in str(quota.begin_feed((2, 7), "a"))
+    assert "exceeds its limit of 1 feed at" in str(quota.begin_feed((2, 7), "a"))
     quota.end_feed((1, 7), "a")  # no effect: the feed belongs to connection b
     assert quota.begin_feed((2, 7), "a") is not None
     quota.remove_connection("b")

@@ -413,7 +413,7 @@ def test_expired_tokens_are_removed_together(cluster, tmp_path):
     )
     assert [each["is_expired"] for each in cluster.json("list")["tokens"]] == [True, False]
     removed = cluster.run("token", "revoke", "--expired")
-    assert removed.stdout.startswith("1 expired tokens were removed; the permissions have revision")
+    assert removed.stdout.startswith("expired tokens removed: 1; the permissions have revision")
     assert [each.principal for each in cluster.permissions.tokens.values()] == ["b"]
 
 

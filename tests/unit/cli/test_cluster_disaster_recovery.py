@@ -243,10 +243,8 @@ def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
         monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign_replicas",), access_file=file
     )
     restored = [each for each in notes if "permissions" in each]
-    expected = (
-        "restored the permissions of revision 17, written at 1970-01-01T00:00:00Z by ann, with"
-    )
-    assert restored == [f"{expected} 0 grants, 0 groups and 0 tokens, as revision 18"]
+    expected = "restored the permissions of revision 17, written at 1970-01-01T00:00:00Z by ann"
+    assert restored == [f"{expected} (grants: 0, groups: 0, tokens: 0), as revision 18"]
     file.write_bytes(b"")
     with pytest.raises(
         BadFormat, match=f"{file} is not a file of exported permissions: permissions: "

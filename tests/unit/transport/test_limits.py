@@ -137,7 +137,7 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
         (answer,) = await links[1].receive()
         assert answer.error_code == Overloaded.code
         assert answer.retry_after_ms > 0
-        assert answer.message.startswith("anonymous exceeds its limit of 1 connections")
+        assert answer.message.startswith("anonymous exceeds its limit of 1 connection at")
         await links[1].wait_closed()
         assert port.peer.messages == [request]
         links[0].abort("done")

@@ -308,7 +308,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         sides = port.peer.links
         for side in (*sides, sides[0]):
             side._on_tick()
-        assert "anonymous exceeds its limit of 1 connections" in sides[1].closed_reason
+        assert "anonymous exceeds its limit of 1 connection at" in sides[1].closed_reason
         assert [each.is_closed for each in sides] == [False, True, True]
         # A token that arrives later changes the principal of the connection.
         links[0].send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))

@@ -40,9 +40,8 @@ def describe_permissions(permissions: Permissions) -> str:
     return (
         f"permissions of revision {permissions.revision}, written at "
         f"{time_text(permissions.changed_ms)} "
-        f"by {permissions.changed_by}, with {len(permissions.grants)} grants, "
-        f"{len(permissions.groups)} groups "
-        f"and {len(permissions.tokens)} tokens"
+        f"by {permissions.changed_by} (grants: {len(permissions.grants)}, "
+        f"groups: {len(permissions.groups)}, tokens: {len(permissions.tokens)})"
     )
 
 

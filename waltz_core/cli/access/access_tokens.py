@@ -135,5 +135,5 @@ async def token_revoke(
     change = await command.change(lambda old: changes.remove_expired_tokens(old, now_ms))
     tokens_before = change.before.tokens if change.before else {}
     return AccessResult(
-        change, f"{len(tokens_before) - len(change.after.tokens)} expired tokens were removed"
+        change, f"expired tokens removed: {len(tokens_before) - len(change.after.tokens)}"
     )
