@@ -91,12 +91,14 @@ async def only_the_latest_attempt_of_a_task_finishes_a_write(
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
     await second.writes.enter("w", 0, "run", second.next_client_id)
-    for by in (TaskAttempt(0, 1), TaskAttempt(1, 1)):
+    for task_attempt in (TaskAttempt(0, 1), TaskAttempt(1, 1)):
         with pytest.raises(errors.ConnectionSuperseded, match="has taken over from attempt 1"):
-            await first.writes.finish("w", {"committed": 7}, 2_000, by=by)
-    summary = await second.writes.finish("w", {"committed": 8}, 2_000, by=TaskAttempt(0, 2))
+            await first.writes.finish("w", {"committed": 7}, 2_000, task_attempt=task_attempt)
+    summary = await second.writes.finish(
+        "w", {"committed": 8}, 2_000, task_attempt=TaskAttempt(0, 2)
+    )
     assert summary.summary == {"committed": 8}
-    again = await first.writes.finish("w", {"committed": 7}, 2_000, by=TaskAttempt(0, 1))
+    again = await first.writes.finish("w", {"committed": 7}, 2_000, task_attempt=TaskAttempt(0, 1))
     assert again == summary
 
 

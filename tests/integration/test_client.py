@@ -117,15 +117,15 @@ def test_reads_use_the_replica_of_the_clients_group(
 
     wait_until("three replicas", lambda: len(client.replicas(3).replicas) == 3)
     monkeypatch.setattr(ReaderConnection, "open", record_open)
-    near = [client.replicas(3, group=group).nearby for group in range(4)]
+    near = [client.replicas(3, group=group).replicas_in_group for group in range(4)]
     # Each storage of this cluster is a separate group.
     assert sorted(len(each) for each in near) == [0, 1, 1, 1]
     assert {each[0] for each in near if each} == set(client.replicas(3).replicas)
-    for group, nearby in enumerate(near):
+    for group, replicas_in_group in enumerate(near):
         requests.clear()
         replicas = client.replicas(3, group=group)
         assert sum(c.count for c in client.read_range(3, 0, 0, replicas=replicas)) == 1
-        assert tuple(requests) == nearby or not nearby
+        assert tuple(requests) == replicas_in_group or not replicas_in_group
         assert len(requests) == 1
 
 

@@ -306,7 +306,7 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
         (group,) = (
             each
             for each in range(4)
-            if client.replicas(0, group=each).nearby == (member_address(log, near),)
+            if client.replicas(0, group=each).replicas_in_group == (member_address(log, near),)
         )
     before = {each: read_bytes(log, each) for each in names}
     at_kill: dict[str, float] = {}

@@ -417,7 +417,7 @@ class _ServerProbe:
         links = ServerLinks(
             dial_timeout_s=self._timeout_s,
             late_answers_s=0.0,
-            silent=None,
+            mark_suspect=None,
             ssl=member_connections.ssl_context(),
         )
         address, began_s = self._facts.address, time.monotonic()

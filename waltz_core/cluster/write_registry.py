@@ -419,13 +419,13 @@ class WriteRegistry:
         summary: Mapping[str, Any],
         keep_ms: int,
         *,
-        by: TaskAttempt | None = None,
+        task_attempt: TaskAttempt | None = None,
     ) -> WriteState:
         """Mark a write as done; return its state, with the summary of the first caller.
 
         Raises:
-            ConnectionSuperseded: the write was removed, or `by` is not the latest attempt of its
-                task (rule 10).
+            ConnectionSuperseded: the write was removed, or `task_attempt` is not the latest attempt
+                of its task (rule 10).
             PermissionDenied: the write belongs to another principal (rule 8).
             TooLarge: the summary does not fit into a node.
         """
@@ -451,8 +451,8 @@ class WriteRegistry:
             if state.is_done:
                 return state
             marks = state.marks
-            if by is not None:
-                checks.append(await self._attempt_check_operation(write, by))
+            if task_attempt is not None:
+                checks.append(await self._attempt_check_operation(write, task_attempt))
             new_state = replace(state, summary=dict(summary), keep_ms=keep_ms)
             if await self._try_write(
                 [SetNode(path, _encode_checked(new_state), node.stat.version), *checks]
@@ -462,15 +462,15 @@ class WriteRegistry:
             f"cannot change {path}: other processes changed it during each attempt"
         )
 
-    async def _attempt_check_operation(self, write: str, by: TaskAttempt) -> Operation:
+    async def _attempt_check_operation(self, write: str, task_attempt: TaskAttempt) -> Operation:
         """Return a check that fails if a later attempt has started (rule 10)."""
-        path = self._path(write, by.task)
+        path = self._path(write, task_attempt.task)
         node = await self._znodes.get(path)
         latest_attempt = (
             None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
         )
-        if node is None or latest_attempt != by.attempt:
-            raise _later_attempt_error(write, by, latest_attempt)
+        if node is None or latest_attempt != task_attempt.attempt:
+            raise _later_attempt_error(write, task_attempt, latest_attempt)
         return CheckVersion(path, node.stat.version)
 
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
@@ -604,10 +604,12 @@ def _superseded_error(write: str, task: int | None, reason: str) -> errors.Conne
 
 
 def _later_attempt_error(
-    write: str, by: TaskAttempt, latest_attempt: int | None
+    write: str, task_attempt: TaskAttempt, latest_attempt: int | None
 ) -> errors.ConnectionSuperseded:
-    reason = f"attempt {latest_attempt} of the task has taken over from attempt {by.attempt}"
-    return _superseded_error(write, by.task, reason)
+    reason = (
+        f"attempt {latest_attempt} of the task has taken over from attempt {task_attempt.attempt}"
+    )
+    return _superseded_error(write, task_attempt.task, reason)
 
 
 def _is_expired(node: Node, now_ms: int) -> bool:

@@ -136,12 +136,14 @@ class IdempotentAppends:
                 raise _key_reused_error()
             try:
                 outcomes = await self._append_by_partition(client, claim, rows)
-                summary, by = (
+                summary, task_attempt = (
                     _registry_summary(outcomes, request_hash),
                     TaskAttempt(_TASK_ID, claim.state.attempt),
                 )
                 async with self._registry_slots:  # rules 7 and 8
-                    return await caller.writes.finish(write, summary, self._retention_ms, by=by)
+                    return await caller.writes.finish(
+                        write, summary, self._retention_ms, task_attempt=task_attempt
+                    )
             except errors.ConnectionSuperseded:
                 raise
             except _INTERRUPTING_ERRORS as error:

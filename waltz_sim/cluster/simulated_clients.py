@@ -188,7 +188,7 @@ class SimClient(Process):
                 checks.on_client_mark_moved(self, effect.high_water_mark)
             case stream_events.StreamReady():
                 self.on_ready()
-            case stream_events.NeedClientId():
+            case stream_events.RequestClientId():
                 client_id = self.cluster.coordinator.next_client_id()
                 self.call_after_us(1_000, lambda: self._renew_client_id(client_id))
             case stream_events.FeedLagging():

@@ -162,12 +162,12 @@ class Workload:
             is_long = not number % ROWS_PER_LONG_ROW
             data = make_data(number, LONG_ROW_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
         state_mark = mark
-        if pipelined_state is not None and pipelined_state.has_seen:
+        if pipelined_state is not None and pipelined_state.has_received_predecessors:
             mark = pipelined_state.mark
         operation = Operation(
             number, author, row, write, read, append, mark, self._world.now_us, data
         )
-        if pipelined_state is not None and pipelined_state.has_seen:
+        if pipelined_state is not None and pipelined_state.has_received_predecessors:
             operation.session_id, operation.state_mark = pipelined_state.session_id, state_mark
             operation.predecessors = tuple(
                 (each.transaction_id, (each.req_id.client_id, each.req_id.sequence))

@@ -135,7 +135,7 @@ class WriteJob:
             self.write,
             task,
             run=self.run,
-            series=None if self.keep_ms is None else (self.marks, self.keep_ms),
+            begin_arguments=None if self.keep_ms is None else (self.marks, self.keep_ms),
         )
         with WaltzClient.at(self.layout, claim=claim) as client:
             if claim.is_done:

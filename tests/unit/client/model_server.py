@@ -108,7 +108,7 @@ class ModelWorld:
                         self.fed[number] = ReqId.from_bytes(packed)
                 case stream_events.FeedLagging():
                     assert self.lagging_mark is None, "the stream requests to catch up twice"
-                    self.lagging_mark = effect.fed
+                    self.lagging_mark = effect.feed_mark
                 case stream_events.StreamReady() | stream_events.MarkAdvanced():
                     assert effect.high_water_mark < len(self.log)
                 case Report():

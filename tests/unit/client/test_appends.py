@@ -42,7 +42,7 @@ class Author:
         return self.appends.add_batch(BATCH_BYTES, 2, 0, order)
 
     def lose(self, token, reason=RowOutcomeCode.NO_SPACE):
-        outcome = BatchOutcome.uniform(1, reason, high_water_mark=0)
+        outcome = BatchOutcome.all_rejected(1, reason, high_water_mark=0)
         self.appends.on_submission_settled(token, outcome)
 
 
@@ -173,7 +173,7 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
 async def test_the_error_of_an_append_over_a_limit_names_the_pause():
     author = Author()
     future = author.append(deadline_s=0.0)
-    outcome = BatchOutcome.uniform(
+    outcome = BatchOutcome.all_rejected(
         1,
         RowOutcomeCode.OVERLOADED,
         high_water_mark=0,
@@ -225,7 +225,7 @@ async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost
     author.lose(2)
     later = author.append_batch(order)
     author.appends.on_submission_settled(
-        1, BatchOutcome.uniform(2, RowOutcomeCode.LOST, high_water_mark=0)
+        1, BatchOutcome.all_rejected(2, RowOutcomeCode.LOST, high_water_mark=0)
     )
     assert (await first).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 1  # the writer has received only the first outcome

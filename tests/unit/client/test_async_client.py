@@ -796,7 +796,7 @@ async def test_reads_continue_without_absent_replicas():
         await (await client.append(b"x", partition=0))
         with mock.patch.object(client.directory, "groups") as request_mock:
             replicas = await client.replicas(0)
-        assert replicas.nearby == ()
+        assert replicas.replicas_in_group == ()
         request_mock.assert_not_called()  # the client is in no group
         assert replicas.cluster_key == KEY.bytes
         assert replicas.high_water_mark == 0
@@ -816,12 +816,12 @@ async def test_replicas_of_the_clients_group_are_nearby():
         ) as request_mock:
             async with grouped_client.open_during() as client:
                 (replica,) = (await client.replicas(0)).replicas
-                assert (await client.replicas(0)).nearby == (replica,)
+                assert (await client.replicas(0)).replicas_in_group == (replica,)
                 sets = await client.replica_sets([0, 1], group=8)
-                assert [each.nearby for each in sets.values()] == [(), ()]
+                assert [each.replicas_in_group for each in sets.values()] == [(), ()]
                 request_mock.side_effect = errors.CoordinatorUnavailable("ZooKeeper is away")
                 found = await client.replicas(0)
-                assert (found.replicas, found.nearby) == ((replica,), ())
+                assert (found.replicas, found.replicas_in_group) == ((replica,), ())
 
 
 # ---------------------------------------------------------------------------------------------

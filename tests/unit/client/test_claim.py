@@ -82,10 +82,10 @@ def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
 
 def test_a_task_does_not_begin_a_write_that_was_removed(monkeypatch):
     async def scenario(coordinator, enter_task):
-        first = await enter_task(0, "one", series=(MARKS, 5))
+        first = await enter_task(0, "one", begin_arguments=(MARKS, 5))
         assert first.marks == dict(MARKS)
         # The marks of the first attempt apply.
-        assert (await enter_task(1, "one", series=({}, 5))).marks == dict(MARKS)
+        assert (await enter_task(1, "one", begin_arguments=({}, 5))).marks == dict(MARKS)
         await coordinator.writes.finish("w", {"rows": 1}, 9)
         finished_claim = await enter_task(2, "one")
         assert finished_claim.is_done

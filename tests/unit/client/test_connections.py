@@ -109,9 +109,9 @@ async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(m
 
 
 @asynccontextmanager
-async def client_and_server(silent=lambda: None):
+async def client_and_server(mark_suspect=lambda: None):
     """Yield a client's links, a server's address, and the messages that the server receives."""
-    received, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
+    received, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, mark_suspect=mark_suspect)
     listener = await listen(
         WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: record_messages(link, received)
     )
@@ -140,11 +140,11 @@ async def wait_until(condition):
 async def test_an_avoided_connection_stays_open_while_it_is_in_use():
     async with client_and_server() as (links, address, _):
         old = await links.get(address)
-        old.attach(0, print, print, lambda: False, print)
+        old.attach_stream(0, print, print, lambda: False, print)
         new = await links.get(address, excluded=(old.number,))
         assert new is not old
         assert not old.is_closed, "a stream still uses the connection"
-        old.detach(0)
+        old.detach_stream(0)
         await old.wait_closed()
         assert await links.get(address) is new
         assert not new.is_closed
@@ -204,7 +204,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
     async with client_and_server(lambda: silence_reports.append(1)) as (links, address, received):
         link = await links.get(address)
         is_waiting = [False]
-        link.attach(0, print, print, lambda: is_waiting[0], print)
+        link.attach_stream(0, print, print, lambda: is_waiting[0], print)
         async with asyncio.TaskGroup() as group:
             pending_request = group.create_task(send_request(link))
             await wait_until(lambda: received)

@@ -34,7 +34,7 @@ def ids(found) -> list[int]:
 
 
 def test_a_client_that_has_seen_no_predecessor_claims_none():
-    assert not NO_PREDECESSORS.has_seen
+    assert not NO_PREDECESSORS.has_received_predecessors
     assert NO_PREDECESSORS.mark_and_state(5) == (5, NO_PREDECESSORS)
     assert NO_PREDECESSORS.predecessors_above(5) == ()
 

@@ -66,15 +66,15 @@ async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
     ids = LinksAndDirectory(one, two).ids()
     assert ids.current is None
     first = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
-    assert await ids.get(one, instead_of=-1) == first
-    assert await ids.get(two, instead_of=-1) == first
+    assert await ids.get(one, replaced_id=-1) == first
+    assert await ids.get(two, replaced_id=-1) == first
     assert (one.request_count, two.request_count) == (1, 0)
 
 
 @run_on_virtual_loop
 async def test_without_a_newer_server_the_id_comes_from_zookeeper():
     old, older = Link("one:1", None), Link("two:1", None)
-    assert await LinksAndDirectory(old, older).ids().get(old, instead_of=-1) == ClientIdentity(
+    assert await LinksAndDirectory(old, older).ids().get(old, replaced_id=-1) == ClientIdentity(
         5, NO_PROOF
     )
 
@@ -83,20 +83,20 @@ async def test_without_a_newer_server_the_id_comes_from_zookeeper():
 async def test_another_server_issues_the_id_if_the_owner_is_older():
     old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED_ID)
     links = LinksAndDirectory(old, new)
-    assert (await links.ids().get(old, instead_of=-1)).client_id == FIRST_ISSUED_ID + 1
+    assert (await links.ids().get(old, replaced_id=-1)).client_id == FIRST_ISSUED_ID + 1
     new.answer = errors.CoordinatorUnavailable("no ZooKeeper")
     with pytest.raises(errors.CoordinatorUnavailable):
-        await links.ids().get(old, instead_of=-1)
+        await links.ids().get(old, replaced_id=-1)
 
 
 @run_on_virtual_loop
 async def test_a_denied_id_is_replaced_once_for_all_partitions():
     one, two = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(one, two).ids()
-    denied = (await ids.get(one, instead_of=-1)).client_id
-    other = await ids.get(two, instead_of=denied)
+    denied = (await ids.get(one, replaced_id=-1)).client_id
+    other = await ids.get(two, replaced_id=denied)
     assert other.client_id == FIRST_ISSUED_ID + 51
-    assert await ids.get(one, instead_of=denied) == other
+    assert await ids.get(one, replaced_id=denied) == other
 
 
 @run_on_virtual_loop
@@ -107,12 +107,12 @@ async def test_an_id_that_the_application_has_set_is_not_replaced_after_a_denial
     with pytest.raises(
         errors.ClientIdDenied, match=r"argument client_id: .* rejects ID 7, because"
     ):
-        await ids.get(link, instead_of=7)
+        await ids.get(link, replaced_id=7)
     assert link.request_count == 0
     # An ID without free sequence numbers is replaced also if the application has set it.
     other = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
     for _ in range(2):
-        assert await ids.get(link, instead_of=7, is_used_up=True) == other
+        assert await ids.get(link, replaced_id=7, is_used_up=True) == other
     assert link.request_count == 1
 
 
@@ -122,10 +122,10 @@ async def test_a_frozen_server_does_not_delay_others_and_its_answer_is_shared():
     ids = LinksAndDirectory(frozen, other).ids()
     frozen.may_answer.clear()
     async with asyncio.TaskGroup() as group:
-        waiting = [group.create_task(ids.get(frozen, instead_of=-1)) for _ in range(10)]
+        waiting = [group.create_task(ids.get(frozen, replaced_id=-1)) for _ in range(10)]
         while not frozen.request_count:  # noqa: ASYNC110 - until the first of them has sent its request
             await asyncio.sleep(0)
-        found = await ids.get(other, instead_of=-1)
+        found = await ids.get(other, replaced_id=-1)
         frozen.may_answer.set()
     assert found.client_id == FIRST_ISSUED_ID + 51
     assert {task.result() for task in waiting} == {found}

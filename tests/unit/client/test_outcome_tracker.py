@@ -94,7 +94,7 @@ def test_the_tracker_ignores_rows_of_other_clients():
 def test_a_submission_of_which_only_a_part_is_in_the_log_has_an_unknown_outcome():
     tracker = new_tracker()
     pending = register_submission(tracker, 1, 1, rows=2)
-    tracker.prove(TransactionId(15))
+    tracker.note_mount_mark(TransactionId(15))
     tracker.match_feed(TransactionId(12), feed_headers(req(1)))
     assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may also be in the log"
     assert tracker.unresolved_range() == (10, 15)
@@ -103,16 +103,16 @@ def test_a_submission_of_which_only_a_part_is_in_the_log_has_an_unknown_outcome(
 def test_unanswered_appends_are_read_back_up_to_the_last_proven_mark():
     tracker = new_tracker()
     register_submission(tracker, 1, 1, mark=9)
-    tracker.prove(TransactionId(12))
+    tracker.note_mount_mark(TransactionId(12))
     register_submission(tracker, 2, 2, mark=12)
-    tracker.prove(TransactionId(20))
+    tracker.note_mount_mark(TransactionId(20))
     assert tracker.unresolved_range() == (10, 20)
 
 
 def test_a_proven_mark_does_not_settle_later_appends():
     tracker = new_tracker()
     register_submission(tracker, 1, 1, mark=9)
-    tracker.prove(TransactionId(12))
+    tracker.note_mount_mark(TransactionId(12))
     later_submission = register_submission(tracker, 2, 2, mark=12)
     assert tracker.unresolved_range() == (10, 12)
     outcomes = tracker.settle(TransactionId(12))
@@ -138,7 +138,7 @@ def test_every_row_of_every_submission_is_found_at_its_id(sizes, order):
     log = [row for row in rows if order.random() < 0.7]
     for _ in range(order.randrange(5)):
         log.insert(order.randrange(len(log) + 1), req(1, 0, 99))
-    tracker.prove(TransactionId(len(log) - 1))
+    tracker.note_mount_mark(TransactionId(len(log) - 1))
     at = 0
     while at < len(log):
         count = order.randrange(1, 5)

@@ -249,7 +249,7 @@ REPLICAS = ("s1:1", "s2:1", "s3:1", "s4:1")
 
 def requested_addresses(
     monkeypatch: pytest.MonkeyPatch,
-    nearby: tuple[str, ...],
+    replicas_in_group: tuple[str, ...],
     *,
     unreachable: Collection[str] = (),
     first: int = 10,
@@ -282,7 +282,7 @@ def requested_addresses(
         return chunk_of_server(PARTITION, query, answer())
 
     async def read() -> None:
-        replicas = ReplicaSet(bytes(16), 4, 1, 20, order, nearby)
+        replicas = ReplicaSet(bytes(16), 4, 1, 20, order, replicas_in_group)
         reader = ReplicaReader(PARTITION, replicas, read_from_server, first=first, timeout_s=5)
         for _ in range(2):
             assert (await reader.fetch(QUERY)).next == 15

@@ -563,7 +563,9 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     scenario.step(stream_events.SendAppends(submission(1, rows=8)))
     scenario.step(stream_events.SendAppends(submission(2, rows=5)))
     assert scenario.last_effects == []  # appends with the old ID are still in flight
-    assert scenario.receive(committed_result(req(1), *range(8)))[-1] == stream_events.NeedClientId()
+    assert (
+        scenario.receive(committed_result(req(1), *range(8)))[-1] == stream_events.RequestClientId()
+    )
     assert scenario.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
     mount = scenario.open_link(number=1)
     assert mount.req_id.client_id == 8

@@ -11,7 +11,7 @@ from tests.unit.client.memory_cluster import memory_cluster, two_clients
 from tests.unit.client.test_async_client import SHORT_TIMEOUTS, CounterContext, batch_of, wait_until
 from waltz_core import errors
 from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, TransactionContext, lock
-from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
+from waltz_core.client.read.feed_delivery import DELIVERY_S_MAX
 
 
 class ResumingCallbacks(AsyncCallbacks):
@@ -128,9 +128,9 @@ async def test_applied_transactions_are_reported_before_a_slow_run_ends():
     class SlowCallbacks(ResumingCallbacks):
         async def apply_transaction(self, transaction):
             loop = asyncio.get_running_loop()
-            until_s = loop.time() + 2 * HAND_OVER_S_MAX
+            until_s = loop.time() + 2 * DELIVERY_S_MAX
             while transaction.transaction_id == 0 and loop.time() < until_s:  # noqa: ASYNC110 - time has to pass
-                await asyncio.sleep(HAND_OVER_S_MAX)
+                await asyncio.sleep(DELIVERY_S_MAX)
             if transaction.transaction_id > 0:
                 second_began.set()
                 await self.may_continue.wait()

@@ -20,7 +20,7 @@ from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.read import data_cache
 from waltz_core.client.read.data_cache import DataBudget, DataCache
-from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
+from waltz_core.client.read.feed_delivery import DELIVERY_S_MAX
 from waltz_core.memory_waltz import MemoryWaltz
 
 LAYOUT = ClusterLayout(
@@ -135,9 +135,9 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
     second_began, may_continue = threading.Event(), threading.Event()
 
     def apply(transaction):
-        until_s = time.monotonic() + 2 * HAND_OVER_S_MAX
+        until_s = time.monotonic() + 2 * DELIVERY_S_MAX
         while transaction.transaction_id == 0 and time.monotonic() < until_s:
-            time.sleep(HAND_OVER_S_MAX)
+            time.sleep(DELIVERY_S_MAX)
         if transaction.transaction_id == 1:
             second_began.set()
             may_continue.wait(TEST_TIMEOUT_S)

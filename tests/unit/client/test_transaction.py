@@ -154,7 +154,7 @@ def test_an_append_with_other_locks_claims_no_predecessors():
     one = builder()
     assert one.mark_and_state() == (-1, None)
     one.pipelined_state = replace(
-        NO_PREDECESSORS, session_id=3, base=4, mark=9, locks=frozenset((1,))
+        NO_PREDECESSORS, session_id=3, base_mark=4, mark=9, locks=frozenset((1,))
     )
     one.client_high_water_mark = 5
     assert one.mark_and_state() == (5, None)  # without these locks the append is independent

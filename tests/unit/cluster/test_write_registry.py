@@ -113,7 +113,7 @@ async def test_an_attempt_does_not_finish_a_write_if_another_attempt_enters_its_
 
     monkeypatch.setattr(paused_session, "write", write)
     with pytest.raises(errors.ConnectionSuperseded, match="attempt 2 of the task has taken over"):
-        await coordinator.writes.finish("w", {"rows": 1}, 9, by=TaskAttempt(0, 1))
+        await coordinator.writes.finish("w", {"rows": 1}, 9, task_attempt=TaskAttempt(0, 1))
     assert not (await other.writes.read("w")).is_done
 
 

@@ -184,7 +184,7 @@ def test_rows_over_a_limit_fail_after_a_timeout_with_the_server_message(
     class Limited(RandomLog):
         def answer(self, partition: int, rows: list[bytes], order: ReportOrder) -> BatchOutcome:
             del partition, order
-            return BatchOutcome.uniform(
+            return BatchOutcome.all_rejected(
                 len(rows),
                 RowOutcomeCode.OVERLOADED,
                 high_water_mark=0,

@@ -110,7 +110,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self.links = ServerLinks(
             dial_timeout_s=config.server_connect_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
-            silent=directory.mark_suspect,
+            mark_suspect=directory.mark_suspect,
             ssl=self.ssl_context,
         )
         self.requests = OwnerRequests(directory, self.links, config, self.random)

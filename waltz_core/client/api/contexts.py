@@ -180,7 +180,7 @@ class ContextRun:
             while await self._run_step():
                 pass
         except asyncio.CancelledError:
-            self._finish_unsettled()
+            self._finish_on_close()
             raise
         except _DeadlinePassed as deadline_error:
             await self._finish_expired(errors.Unavailable(str(deadline_error)))
@@ -364,7 +364,7 @@ class ContextRun:
                 return  # The feed has stopped, and the application was notified.
             await self._call_hook("on_application")
 
-    def _finish_unsettled(self) -> None:
+    def _finish_on_close(self) -> None:
         """End the run because the client closes; report the last attempt's outcome if known."""
         row = self._row
         # NB: when the loop ends, it cancels this task, and so the future that this task waits for.

@@ -73,14 +73,14 @@ class Subscriptions:
 
     def __init__(
         self,
-        find: FindPartition,
+        find_partition: FindPartition,
         spawn: Spawn,
         requests: OwnerRequests,
         config: ClientConfig,
         encryption: Encryption | None,
     ) -> None:
         self._encryption = encryption
-        self._find_partition = find
+        self._find_partition = find_partition
         self._spawn = spawn
         self._requests = requests
         self._config = config

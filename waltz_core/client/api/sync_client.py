@@ -55,12 +55,12 @@ from waltz_core.client.model.transaction import (
     check_context,
 )
 from waltz_core.client.read.feed_delivery import (
-    HAND_OVER_S_MAX,
+    DELIVERY_S_MAX,
     DeliveryProgress,
     DeliveryRun,
     mark_of,
 )
-from waltz_core.client.read.ranges import RangeChunk, ReplicaSet, SteppedChunks
+from waltz_core.client.read.ranges import InterruptibleChunks, RangeChunk, ReplicaSet
 from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
@@ -413,7 +413,7 @@ class WaltzClient:
         replicas: ReplicaSet | None = None,
     ) -> Generator[RangeChunk, None, None]:
         """Yield the committed transactions first..last in verified, gapless chunks, in order."""
-        chunks = SteppedChunks(
+        chunks = InterruptibleChunks(
             self._client.read_range(
                 partition,
                 first,
@@ -667,7 +667,7 @@ class _ThreadConsumer:
         apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
 
         def apply_all() -> DeliveryProgress:
-            until_s = time.monotonic() + HAND_OVER_S_MAX
+            until_s = time.monotonic() + DELIVERY_S_MAX
             count = 0
             try:
                 for number, header in run:

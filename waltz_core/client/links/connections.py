@@ -55,7 +55,7 @@ MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
 IsWaiting = Callable[[], bool]
 # Checks whether the server still owns the partition at the generation of the mount.
-ProveCallback = Callable[[Callable[[bool], None]], None]
+OwnershipCheck = Callable[[Callable[[bool], None]], None]
 _LinkKey = tuple[
     str, bool
 ]  # the server's address, and whether it is the connection for large answers
@@ -66,7 +66,7 @@ class _Stream(NamedTuple):
 
     on_message: MessageCallback
     on_lost: LostCallback
-    prove: ProveCallback
+    check_ownership: OwnershipCheck
 
 
 class ServerLink:
@@ -90,7 +90,7 @@ class ServerLink:
         self._close_after_s: float | None = None
         self.is_legacy_server = (link.version or 0) <= legacy_server_stream.VERSION_MAX
         self._legacy_server = (
-            LegacyServer(link, self._deliver_message, self._prove)
+            LegacyServer(link, self._deliver_message, self._check_ownership)
             if self.is_legacy_server
             else None
         )
@@ -125,30 +125,31 @@ class ServerLink:
         """Whether the server reports the newest rejections of a partition."""
         return (self._link.version or 0) >= RejectionsRequest.since
 
-    def attach(
+    def attach_stream(
         self,
         partition_id: int,
         on_message: MessageCallback,
         on_lost: LostCallback,
         is_waiting: IsWaiting,
-        prove: ProveCallback,
+        check_ownership: OwnershipCheck,
     ) -> None:
         """Pass messages of a partition to its stream from now on, but no answers to `request`.
 
-        `prove` checks whether the server owns the partition now; it is used only for a 0.13 server.
+        `check_ownership` checks whether the server owns the partition now. Only links to a 0.13
+        server use it.
         """
-        self._streams[partition_id] = _Stream(on_message, on_lost, prove)
+        self._streams[partition_id] = _Stream(on_message, on_lost, check_ownership)
         self._waiting_checks[partition_id] = is_waiting
 
-    def leave(self, partition_id: int) -> None:
+    def release_stream(self, partition_id: int) -> None:
         """The stream now uses another link, but still receives late answers on this link."""
         self._waiting_checks.pop(partition_id, None)
         self._close_if_unused()
 
-    def detach(self, partition_id: int) -> None:
+    def detach_stream(self, partition_id: int) -> None:
         """The partition's stream has ended: pass no more messages to it."""
         self._streams.pop(partition_id, None)
-        self.leave(partition_id)
+        self.release_stream(partition_id)
 
     def retire(self, close_after_s: float) -> None:
         """Close the connection when all streams have left it, after a time for late answers."""
@@ -171,7 +172,7 @@ class ServerLink:
     async def request(
         self,
         answer: type[AnswerT],
-        make: Callable[[ReqId], ClientMessage],
+        make_request: Callable[[ReqId], ClientMessage],
         *,
         client_id: int,
         partition_id: int,
@@ -180,7 +181,11 @@ class ServerLink:
         """Send a request and return its answer; see `PendingRequests.request`."""
         self._watch.start()
         return await self._answers.request(
-            answer, make, client_id=client_id, partition_id=partition_id, timeout_s=timeout_s
+            answer,
+            make_request,
+            client_id=client_id,
+            partition_id=partition_id,
+            timeout_s=timeout_s,
         )
 
     def _is_waiting(self) -> bool:
@@ -206,10 +211,10 @@ class ServerLink:
         if stream is not None:
             stream.on_message(self.number, message)
 
-    def _prove(self, partition_id: PartitionId, answer: Callable[[bool], None]) -> None:
+    def _check_ownership(self, partition_id: PartitionId, answer: Callable[[bool], None]) -> None:
         stream = self._streams.get(partition_id)
         if stream is not None:
-            stream.prove(answer)
+            stream.check_ownership(answer)
 
     def close(self, reason: str) -> None:
         """Close the connection when all unsent messages are sent."""
@@ -238,10 +243,10 @@ class ServerLinks:
         *,
         dial_timeout_s: float,
         late_answers_s: float,
-        silent: Callable[[], None] | None = lambda: None,
+        mark_suspect: Callable[[], None] | None = lambda: None,
         ssl: SSLContext | None = None,
     ) -> None:
-        self._silent_servers = SilentServers(silent)
+        self._silent_servers = SilentServers(mark_suspect)
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
         self._ssl = ssl

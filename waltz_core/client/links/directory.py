@@ -133,7 +133,7 @@ class ZooKeeperDirectory:
         session_timeout_ms: int = zookeeper_session.SESSION_TIMEOUT_MS,
         coordinator: Coordinator | None = None,
     ) -> None:
-        self._place = parse_connect_string(connect)
+        self._connect_string = parse_connect_string(connect)
         self._connect_timeout_ms = connect_timeout_ms
         self._session_timeout_ms = session_timeout_ms
         self._coordinator = coordinator
@@ -177,7 +177,7 @@ class ZooKeeperDirectory:
         self._cluster, self._was_missing = None, False
         if self._coordinator is None:
             self._coordinator = await zookeeper_session.connect(
-                self._place,
+                self._connect_string,
                 connect_timeout_ms=self._connect_timeout_ms,
                 session_timeout_ms=self._session_timeout_ms,
             )
@@ -290,7 +290,7 @@ class ZooKeeperDirectory:
             ) from error
         except TimeoutError as error:
             raise errors.CoordinatorUnavailable(
-                f"ZooKeeper at {','.join(self._place.hosts)} did not answer within "
+                f"ZooKeeper at {','.join(self._connect_string.hosts)} did not answer within "
                 f"{self._connect_timeout_ms} ms"
             ) from error
 
@@ -341,7 +341,7 @@ class FixedDirectory:
         )
         self._is_open = False
         self._is_closed = False
-        self._opening = SharedRequest(self._open_fallback)
+        self._open_request = SharedRequest(self._open_fallback)
         self._request_timeout: asyncio.Timeout | None = None
         self._is_suspect = asyncio.Event()
 
@@ -360,7 +360,7 @@ class FixedDirectory:
             PartitionId(partition): Owner(address, Generation(generation))
             for partition, (address, generation) in layout.owners.items()
         }
-        self._update_owners(answers, ahead=1)
+        self._update_owners(answers, generations_ahead=1)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -424,7 +424,7 @@ class FixedDirectory:
     async def _wait_for_session(self) -> None:
         """Wait for a session with ZooKeeper; raises the reason if there is none."""
         if not self._is_open:
-            await self._opening.wait_for_answer()
+            await self._open_request.wait_for_answer()
 
     async def _open_fallback(self) -> None:
         if self._is_open:
@@ -452,16 +452,18 @@ class FixedDirectory:
     def _accept_owners(self, owners: Mapping[PartitionId, Owner]) -> None:
         """Accept owners from ZooKeeper once it is known to have the same cluster."""
         if self._is_open:
-            self._update_owners(owners, ahead=0)
+            self._update_owners(owners, generations_ahead=0)
 
-    def _update_owners(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
-        """Accept owners with a generation at least `ahead` above the known generation."""
+    def _update_owners(
+        self, owners: Mapping[PartitionId, Owner], *, generations_ahead: int
+    ) -> None:
+        """Accept owners that are at least `generations_ahead` above the known generation."""
         previous_owners = self._known_owners
         new_owners = {
             partition_id: owner
             for partition_id, owner in owners.items()
             if partition_id not in previous_owners
-            or owner.generation >= previous_owners[partition_id].generation + ahead
+            or owner.generation >= previous_owners[partition_id].generation + generations_ahead
         }
         self._known_owners = {**previous_owners, **new_owners}
         if new_owners and self._on_change is not None:

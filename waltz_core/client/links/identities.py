@@ -47,33 +47,33 @@ class ClientIdentities:
         self.current = self._fixed_identity = identity
 
     async def get(
-        self, link: ServerLink, *, instead_of: int, is_used_up: bool = False
+        self, link: ServerLink, *, replaced_id: int, is_used_up: bool = False
     ) -> ClientIdentity:
-        """Return a client ID for a mount on this connection, other than `instead_of`.
+        """Return a client ID for a mount on this connection, other than `replaced_id`.
 
-        With `is_used_up`, `instead_of` has no sequence numbers left; otherwise a server has denied
+        With `is_used_up`, `replaced_id` has no sequence numbers left; otherwise a server has denied
         it. Raises the errors of the server or of ZooKeeper, and ClientIdDenied by rule 3.
         """
         is_set_by_application = (
-            self._fixed_identity is not None and self._fixed_identity.client_id == instead_of
+            self._fixed_identity is not None and self._fixed_identity.client_id == replaced_id
         )
         if is_set_by_application and not is_used_up:
             raise errors.ClientIdDenied(
-                f"argument client_id: the server at {link.address} rejects ID {instead_of}, "
+                f"argument client_id: the server at {link.address} rejects ID {replaced_id}, "
                 "because it does not belong to the principal of this client"
             )
         async with self._locks[link.address]:  # rule 4
-            if self._is_usable(instead_of):
+            if self._is_usable(replaced_id):
                 assert self.current is not None
                 return self.current
             new_identity = await self._obtain_identity(link)
-            if not self._is_usable(instead_of):
+            if not self._is_usable(replaced_id):
                 self.current = new_identity
             assert self.current is not None
             return self.current
 
-    def _is_usable(self, instead_of: int) -> bool:
-        return self.current is not None and self.current.client_id != instead_of
+    def _is_usable(self, replaced_id: int) -> bool:
+        return self.current is not None and self.current.client_id != replaced_id
 
     async def _obtain_identity(self, link: ServerLink) -> ClientIdentity:
         if link.issues_client_ids:

@@ -20,18 +20,21 @@ from waltz_core.transport import net
 from waltz_core.wire.messages import ClientMessage
 
 # Checks whether the server still owns a partition, and calls back with the result.
-Prove = Callable[[PartitionId, Callable[[bool], None]], None]
+PartitionOwnershipCheck = Callable[[PartitionId, Callable[[bool], None]], None]
 
 
 class LegacyServer:
     """The translator for all streams of one connection; `deliver` receives messages for streams."""
 
     def __init__(
-        self, link: net.Link, deliver: Callable[[ClientMessage], None], prove: Prove
+        self,
+        link: net.Link,
+        deliver: Callable[[ClientMessage], None],
+        check_ownership: PartitionOwnershipCheck,
     ) -> None:
         self._link = link
         self._deliver = deliver
-        self._prove = prove
+        self._check_ownership = check_ownership
         self._driver: Driver[Event, legacy_server_stream.Effect] = Driver(
             LegacyServerLink(),
             self._perform,
@@ -61,13 +64,15 @@ class LegacyServer:
             case legacy_server_stream.SendToStream():
                 self._deliver(effect.message)
             case legacy_server_stream.CheckOwnership():
-                self._prove(effect.partition_id, partial(self._on_ownership_proven, effect))
+                self._check_ownership(
+                    effect.partition_id, partial(self._on_ownership_proven, effect)
+                )
             case legacy_server_stream.CloseLink():
                 self._link.abort(effect.reason)
 
     def _on_ownership_proven(
         self,
         request: legacy_server_stream.CheckOwnership,
-        is_owner: bool,  # noqa: FBT001 - as `Prove` has it
+        is_owner: bool,  # noqa: FBT001 - as `PartitionOwnershipCheck` has it
     ) -> None:
         self._driver.post(OwnershipChecked(request.partition_id, request.number, is_owner))

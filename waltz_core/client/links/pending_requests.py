@@ -30,7 +30,7 @@ class PendingRequests:
     async def request(
         self,
         answer: type[AnswerT],
-        make: Callable[[ReqId], ClientMessage],
+        make_request: Callable[[ReqId], ClientMessage],
         *,
         client_id: int,
         partition_id: int,
@@ -47,7 +47,7 @@ class PendingRequests:
         req_id = self._next_id(client_id, partition_id)
         future: asyncio.Future[ClientMessage] = asyncio.get_running_loop().create_future()
         self._waiting[req_id] = future
-        request = make(req_id)
+        request = make_request(req_id)
         try:
             link.send(request)
             async with asyncio.timeout(timeout_s):

@@ -180,19 +180,21 @@ class WriteRequests:
         summary: Mapping[str, Any],
         keep_ms: int,
         *,
-        by: TaskAttempt | None = None,
+        task_attempt: TaskAttempt | None = None,
     ) -> WriteState:
         """Mark a write as done; see `WriteRegistry.finish`."""
 
         async def use_zookeeper(coordinator: Coordinator) -> WriteState:
-            return await coordinator.writes.finish(write, summary, keep_ms, by=by)
+            return await coordinator.writes.finish(
+                write, summary, keep_ms, task_attempt=task_attempt
+            )
 
         make_request = partial(
             RegistryRequest,
             operation=RegistryOperation.FINISH,
             write=write,
-            task=0 if by is None else by.task,
-            attempt=0 if by is None else by.attempt,
+            task=0 if task_attempt is None else task_attempt.task,
+            attempt=0 if task_attempt is None else task_attempt.attempt,
             arguments=_encode_arguments(summary=dict(summary), keep_ms=keep_ms),
         )
         return await self._carry_out_operation(make_request, _decode_write, use_zookeeper)
@@ -211,7 +213,7 @@ class WriteRequests:
 
     async def _carry_out_operation(
         self,
-        make: Callable[..., RegistryRequest],
+        make_request: Callable[..., RegistryRequest],
         decode: Callable[[RegistryResponse], ResultT],
         use_zookeeper: Callable[[Coordinator], Awaitable[ResultT]],
     ) -> ResultT:
@@ -220,7 +222,7 @@ class WriteRequests:
         pause_s = self._config.retry_interval_ms_min / 1000
         while True:
             try:
-                answer = await self._request(make, deadline_s)
+                answer = await self._request(make_request, deadline_s)
                 if answer is not None:
                     return decode(answer)
                 break
@@ -237,7 +239,7 @@ class WriteRequests:
         return await use_zookeeper(await self._open_zookeeper_session())
 
     async def _request(
-        self, make: Callable[..., RegistryRequest], deadline_s: float
+        self, make_request: Callable[..., RegistryRequest], deadline_s: float
     ) -> RegistryResponse | None:
         """Return the answer of a server; None if the client must use ZooKeeper (rule 2)."""
         is_old = False
@@ -248,7 +250,7 @@ class WriteRequests:
             try:
                 link = await self._links.get(address)
                 if link.supports_registry:
-                    answer = await self._request_from(link, make, deadline_s)
+                    answer = await self._request_from(link, make_request, deadline_s)
                     self._last_address = address
                     return answer
                 is_old = True
@@ -262,12 +264,12 @@ class WriteRequests:
         raise last
 
     async def _request_from(
-        self, link: ServerLink, make: Callable[..., RegistryRequest], deadline_s: float
+        self, link: ServerLink, make_request: Callable[..., RegistryRequest], deadline_s: float
     ) -> RegistryResponse:
         left_s = deadline_s - asyncio.get_running_loop().time()
         return await link.request(
             RegistryResponse,
-            make,
+            make_request,
             client_id=_NO_CLIENT_ID,
             partition_id=_NO_CLIENT_ID,
             timeout_s=max(0.001, min(left_s, self._config.mount_timeout_ms / 1000)),

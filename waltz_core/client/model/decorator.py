@@ -30,17 +30,17 @@ class FunctionContext(TransactionContext):
     def __init__(
         self,
         name: str,
-        choose: Callable[[int], int],
+        choose_partition: Callable[[int], int],
         call: Callable[[TransactionBuilder], bool | Awaitable[bool]],
     ) -> None:
         super().__init__()
         self._name = name
-        self._choose = choose
+        self._choose_partition = choose_partition
         self._call = call
 
     def partition_id(self, partition_count: int) -> int:
         """Return the partition that the arguments of the decorator determine."""
-        return self._choose(partition_count)
+        return self._choose_partition(partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
         """Call the function; if it is `async`, `AsyncWaltzClient` awaits the result."""
@@ -86,8 +86,8 @@ def transactional(
     def decorate(function: Execute[ArgumentsT]) -> Callable[ArgumentsT, FunctionContext]:
         name = getattr(function, "__qualname__", repr(function))
 
-        def bound(*args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs) -> FunctionContext:
-            def choose(partition_count: int) -> int:
+        def create_context(*args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs) -> FunctionContext:
+            def choose_partition(partition_count: int) -> int:
                 if partition_by is None:
                     assert partition is not None
                     return partition
@@ -100,16 +100,16 @@ def transactional(
                 return partition_of(operator.index(hashed), partition_count)
 
             context = FunctionContext(
-                name, choose, lambda builder: function(builder, *args, **kwargs)
+                name, choose_partition, lambda builder: function(builder, *args, **kwargs)
             )
             context.retries_max = retries_max
             context.timeout_ms = timeout_ms
             context.pipelined = pipelined
             return context
 
-        bound.__name__ = getattr(function, "__name__", "transaction")
-        bound.__qualname__ = name
-        bound.__doc__ = function.__doc__
-        return bound
+        create_context.__name__ = getattr(function, "__name__", "transaction")
+        create_context.__qualname__ = name
+        create_context.__doc__ = function.__doc__
+        return create_context
 
     return decorate

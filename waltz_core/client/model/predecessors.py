@@ -99,14 +99,14 @@ class PipelinedState:
     session_id: SessionId
     partition_id: PartitionId
     mount: int  # the number of the mount in which it was received
-    base: TransactionId
+    base_mark: TransactionId
     mark: TransactionId
     received: tuple[Predecessor, ...]  # the predecessors, as they are in the log
     locks: frozenset[int]  # the locks that the predecessors cover
     encryption: "Encryption | None" = None
 
     @property
-    def has_seen(self) -> bool:
+    def has_received_predecessors(self) -> bool:
         """Whether the author has received predecessors; otherwise this state only requests them."""
         return self.session_id != NO_SESSION
 
@@ -145,7 +145,7 @@ class PipelinedState:
 
         `locks` are the locks of the row that the server checks against the mark.
         """
-        if not self.has_seen or not self.base <= mark < self.mark:
+        if not self.has_received_predecessors or not self.base_mark <= mark < self.mark:
             return mark, self.without_predecessors()
         if not self.locks.issuperset(locks):
             return self.without_predecessors_at(mark)
@@ -155,9 +155,9 @@ class PipelinedState:
         self, mark: TransactionId
     ) -> tuple[TransactionId, "PipelinedState"]:
         """Return mark and state to send for a row that is checked only at `mark` (rule 4)."""
-        if not self.has_seen:
+        if not self.has_received_predecessors:
             return mark, self.without_predecessors()
-        return mark, replace(self, base=mark, mark=mark, received=(), locks=frozenset())
+        return mark, replace(self, base_mark=mark, mark=mark, received=(), locks=frozenset())
 
     def with_predecessors(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
@@ -167,7 +167,9 @@ class PipelinedState:
         `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
         predecessors that do not follow the mark.
         """
-        earlier_predecessors, base = (self.received, self.base) if self.has_seen else ((), mark)
+        earlier_predecessors, base_mark = (
+            (self.received, self.base_mark) if self.has_received_predecessors else ((), mark)
+        )
         received = list(_predecessors_in(message))
         ids = [mark, *(predecessor.transaction_id for predecessor in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
@@ -182,7 +184,7 @@ class PipelinedState:
             SessionId(message.session_id),
             message.req_id.partition_id,
             mount,
-            base,
+            base_mark,
             TransactionId(message.last),
             all_predecessors,
             frozenset(locks),

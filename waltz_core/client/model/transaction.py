@@ -392,7 +392,7 @@ class FeedItem:
         # The attribute is set only with encryption, because a feed creates millions of items.
         return getattr(self, "_data_error", None)
 
-    def _note(self, payload: "DecryptedPayload") -> bytes | None:
+    def _data_or_note_error(self, payload: "DecryptedPayload") -> bytes | None:
         self._data_error = payload.error
         return payload.data
 
@@ -422,7 +422,7 @@ class Transaction(FeedItem):
         if encryption is None:
             return data
         context = {"partition": self.partition_id, "header": self.header}
-        return self._note(encryption.decrypt(data, **context))
+        return self._data_or_note_error(encryption.decrypt(data, **context))
 
     @overload
     def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
@@ -455,7 +455,7 @@ class AsyncTransaction(FeedItem):
         if encryption is None:
             return data
         context = {"partition": self.partition_id, "header": self.header}
-        return self._note(await decrypt_payload(encryption, data, **context))
+        return self._data_or_note_error(await decrypt_payload(encryption, data, **context))
 
     @overload
     async def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value

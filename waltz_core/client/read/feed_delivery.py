@@ -36,10 +36,10 @@ assert FEED_HEADER_STRUCT.size == raw_records.FEED_HEADER_BYTES
 
 # The maximum number of transactions that are passed on between two turns of the event loop, and the
 # maximum number in a batch.
-HAND_OVER_COUNT_MAX = 256
+DELIVERY_COUNT_MAX = 256
 BATCH_MAX = 4_096
 # Slow callbacks end a run after this time, so that the mark does not lag by the whole run.
-HAND_OVER_S_MAX = 0.05
+DELIVERY_S_MAX = 0.05
 # In seconds: how long the mark of a batched consumer is held back at most while no transaction
 # passes the filter. So one write of the mark covers many transactions.
 MARK_HOLD_S = 0.2
@@ -80,7 +80,7 @@ class Consumer(Protocol):
 
         When all transactions are applied, the log is applied up to `last`. A consumer may apply
         only a part of them. A batched consumer may apply any number. Any other consumer applies at
-        least one transaction, and begins no other transaction after `HAND_OVER_S_MAX`.
+        least one transaction, and begins no other transaction after `DELIVERY_S_MAX`.
         """
 
     async def on_uncaught_exception(
@@ -116,7 +116,7 @@ class LoopConsumer:
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + HAND_OVER_S_MAX
+        until_s = loop.time() + DELIVERY_S_MAX
         count = 0
         try:
             for transaction_number, feed_header in run:
@@ -191,7 +191,7 @@ class Applier:
         self._range_arrived = asyncio.Event()
         self._end_event = asyncio.Event()
         self._applied: TransactionId | None = None
-        self._advanced_s = 0.0
+        self._mark_advanced_s = 0.0
         self._waiting: dict[asyncio.Future[None], TransactionId] = {}
         self._outage = OutageLog(partition_id, "data")
         self.stopped: Exception | None = None
@@ -231,7 +231,7 @@ class Applier:
 
     async def run(self) -> None:
         """Pass the feed to the consumer until the feed is stopped or this task is cancelled."""
-        size = BATCH_MAX if self._consumer.is_batched else HAND_OVER_COUNT_MAX
+        size = BATCH_MAX if self._consumer.is_batched else DELIVERY_COUNT_MAX
         while self.stopped is None:
             if not self._queue:
                 self._range_arrived.clear()
@@ -266,7 +266,7 @@ class Applier:
 
         The mark is held back for at most MARK_HOLD_S, and not while a caller waits for it.
         """
-        due_s = self._advanced_s + MARK_HOLD_S
+        due_s = self._mark_advanced_s + MARK_HOLD_S
         while not self._is_awaited(last) and self.stopped is None:
             left_s = due_s - asyncio.get_running_loop().time()
             if left_s <= 0:
@@ -367,7 +367,7 @@ class Applier:
     def _advance_mark(self, mark: TransactionId) -> None:
         assert self._applied is None or mark > self._applied or mark == self._applied
         self._applied = mark
-        self._advanced_s = asyncio.get_running_loop().time()
+        self._mark_advanced_s = asyncio.get_running_loop().time()
         self._on_applied(mark)
         if self._waiting:
             for future in [

@@ -62,7 +62,7 @@ class ReadGrant:
 
     first: TransactionId
     lengths: I64
-    places: tuple[FileLocation, ...]
+    locations: tuple[FileLocation, ...]
     lineage: tuple[LineageEntry, ...]
     ticket: bytes = b""  # opens the files; empty without access control
 
@@ -128,7 +128,7 @@ class LocalReader:
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await query()
-            self._close_other_files({location.segment for location in grant.places})
+            self._close_other_files({location.segment for location in grant.locations})
         low = first - grant.first
         high = min(last + 1, grant.next) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
@@ -141,7 +141,7 @@ class LocalReader:
     def _read_from_page_cache(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
         """Read from the page cache; return None if it does not contain all bytes (rule 6)."""
         if self._uncached_grant is grant or any(
-            location.segment not in self._files for location in grant.places
+            location.segment not in self._files for location in grant.locations
         ):
             return None
         try:
@@ -187,7 +187,7 @@ class LocalReader:
         )
         records = self._buffers.take(size)
         read_bytes = crc = 0
-        for location in grant.places:
+        for location in grant.locations:
             if bytes_to_skip < location.size and read_bytes < size:
                 count = min(location.size - bytes_to_skip, size - read_bytes)
                 part = records[read_bytes : read_bytes + count]
@@ -247,17 +247,17 @@ class _ReadBuffers:
     """
 
     def __init__(self) -> None:
-        self._all: list[npt.NDArray[np.uint8]] = []
+        self._arrays: list[npt.NDArray[np.uint8]] = []
 
     def take(self, size: int) -> memoryview:
         """Return a buffer of `size` bytes that no other view uses; its content is arbitrary."""
-        for index in range(len(self._all)):
+        for index in range(len(self._arrays)):
             # Each view of the buffer, and each view of a view, adds one reference.
-            if sys.getrefcount(self._all[index]) == _OWN_REFERENCES:
-                if self._all[index].size < size:
-                    self._all[index] = np.empty(size, dtype=np.uint8)
-                return self._all[index].data[:size]
+            if sys.getrefcount(self._arrays[index]) == _OWN_REFERENCES:
+                if self._arrays[index].size < size:
+                    self._arrays[index] = np.empty(size, dtype=np.uint8)
+                return self._arrays[index].data[:size]
         buffer = np.empty(size, dtype=np.uint8)
-        if len(self._all) < _BUFFERS_MAX:
-            self._all.append(buffer)
+        if len(self._arrays) < _BUFFERS_MAX:
+            self._arrays.append(buffer)
         return buffer.data

@@ -185,12 +185,12 @@ class RangeQuery:
             )
 
 
-Fetch = Callable[[RangeQuery], Coroutine[Any, Any, RangeChunk]]
+FetchRange = Callable[[RangeQuery], Coroutine[Any, Any, RangeChunk]]
 StartFetch = Callable[[Coroutine[Any, Any, RangeChunk]], Awaitable[RangeChunk]]
 
 
 async def read_chunks(
-    partition_id: PartitionId, query: RangeQuery, fetch: Fetch, start: StartFetch | None = None
+    partition_id: PartitionId, query: RangeQuery, fetch: FetchRange, start: StartFetch | None = None
 ) -> AsyncIterator[RangeChunk]:
     """Yield the chunks of a range in order.
 
@@ -216,7 +216,7 @@ async def read_chunks(
         yield chunk
 
 
-class SteppedChunks:
+class InterruptibleChunks:
     """Steps through chunks on the loop; Ctrl-C ends the wait for a chunk, not its fetch."""
 
     def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
@@ -320,7 +320,7 @@ class ReplicaSet:
     session_id: int
     high_water_mark: int
     replicas: tuple[str, ...]
-    nearby: tuple[str, ...] = ()  # the replicas in the reader's own group
+    replicas_in_group: tuple[str, ...] = ()  # the replicas in the reader's own group
     archived: ArchivedRange | None = None
 
 
@@ -502,7 +502,7 @@ class ReplicaReader:
         self,
         partition_id: PartitionId,
         replicas: ReplicaSet,
-        fallback: Fetch,
+        fallback: FetchRange,
         *,
         first: TransactionId,
         timeout_s: float,
@@ -516,7 +516,7 @@ class ReplicaReader:
         # Rules 6 and 9.
         self._addresses = sorted(replicas.replicas)  # a server names the fastest first
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
-        self._addresses.sort(key=lambda address: address not in replicas.nearby)
+        self._addresses.sort(key=lambda address: address not in replicas.replicas_in_group)
         self._link: ReaderConnection | None = None
         self._local_reader: LocalReader | None = (
             None  # the connected storage, if it is on this machine

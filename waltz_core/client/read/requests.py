@@ -119,12 +119,12 @@ class OwnerRequests:
         self,
         partition_id: PartitionId,
         answer: type[AnswerT],
-        make: Callable[[ReqId], ClientMessage],
+        make_request: Callable[[ReqId], ClientMessage],
     ) -> AnswerT:
         """Query the owner until it answers; raises an error after the request timeout (rule 2)."""
 
         async def request_owner(reader: OwnerLink) -> AnswerT:
-            return await _request_answer(reader, answer, make)
+            return await _request_answer(reader, answer, make_request)
 
         return await self._query_until_answered(
             partition_id, request_owner, is_bulk=answer in _LARGE_ANSWERS
@@ -380,7 +380,7 @@ class OwnerRequests:
         return {
             partition: replace(
                 replica_set,
-                nearby=tuple(
+                replicas_in_group=tuple(
                     address for address in replica_set.replicas if groups.get(address) == group
                 ),
             )
@@ -443,14 +443,14 @@ def _archived_range_in(answer: messages.ReplicasResponse) -> ArchivedRange | Non
 
 
 async def _request_answer(
-    reader: OwnerLink, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
+    reader: OwnerLink, answer: type[AnswerT], make_request: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
     timeout_s = reader.timeout_s
     if reader.link.is_legacy_server:
         timeout_s = min(timeout_s, LEGACY_ANSWER_TIMEOUT_S.get(answer, timeout_s))
     return await reader.link.request(
         answer,
-        make,
+        make_request,
         client_id=NO_CLIENT_ID,
         partition_id=reader.partition_id,
         timeout_s=timeout_s,

@@ -25,14 +25,14 @@ StartSearch: TypeAlias = Generator[int, int, int]
 
 
 def first_since(
-    stamp_ms_of: Callable[[int], int], mark: int, since_ms: int, older: int = BEFORE_FIRST
+    stamp_ms_of: Callable[[int], int], mark: int, since_ms: int, known_older_id: int = BEFORE_FIRST
 ) -> int:
     """Return the ID before the first transaction that may be committed at or after a time.
 
-    The result is at most `mark`. `older` is the ID of a transaction that is known to be older, or
-    -1.
+    The result is at most `mark`. `known_older_id` is the ID of a transaction that is known to be
+    older, or -1.
     """
-    search = _search_start(mark, since_ms, older)
+    search = _search_start(mark, since_ms, known_older_id)
     try:
         transaction_id = next(search)
         while True:
@@ -45,10 +45,10 @@ async def async_first_since(
     stamp_ms_of: Callable[[int], Awaitable[int]],
     mark: int,
     since_ms: int,
-    older: int = BEFORE_FIRST,
+    known_older_id: int = BEFORE_FIRST,
 ) -> int:
     """Return the same as `first_since`; `stamp_ms_of` is awaited."""
-    search = _search_start(mark, since_ms, older)
+    search = _search_start(mark, since_ms, known_older_id)
     try:
         transaction_id = next(search)
         while True:
@@ -57,7 +57,7 @@ async def async_first_since(
         return int(end.value)
 
 
-def _search_start(mark: int, since_ms: int, older: int) -> StartSearch:
+def _search_start(mark: int, since_ms: int, known_older_id: int) -> StartSearch:
     """Search for the result of `first_since`.
 
     Commit stamps never decrease in a partition, so a binary search finds the ID. Transactions that
@@ -65,9 +65,9 @@ def _search_start(mark: int, since_ms: int, older: int) -> StartSearch:
     older. After `UNSTAMPED_READS_MAX` reads of transactions without a stamp, the search assumes
     that the rest of them is not older (rule 1).
     """
-    last_older = older
+    last_older = known_older_id
     unstamped_left = UNSTAMPED_READS_MAX
-    parts = [(older + 1, mark)]  # the parts left to search, latest part first
+    parts = [(known_older_id + 1, mark)]  # the parts left to search, latest part first
     while parts:
         low, high = parts.pop()
         if low > high:

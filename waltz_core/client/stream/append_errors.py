@@ -92,5 +92,5 @@ def unknown_outcome_error(
         f"partition {pending.req_id.partition_id}: the outcome of "
         f"{pending.submission.row_count} rows, from request ID {pending.req_id} on, is "
         f"unknown, because the client could not determine it {when} ({failure}). If the rows are "
-        f"in the log, they are after transaction {pending.known_mark}"
+        f"in the log, they are after transaction {pending.mark_when_sent}"
     )

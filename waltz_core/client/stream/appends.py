@@ -135,7 +135,7 @@ class PendingRow:
         self, pipelined_state: PipelinedState, mark: TransactionId | None
     ) -> None:
         """Make the row depend on appends in flight; `mark` is the mark of its state, if known."""
-        if mark is None and pipelined_state.has_seen:
+        if mark is None and pipelined_state.has_received_predecessors:
             mark = pipelined_state.base
         mark = self.mark if mark is None else mark
         if mark < pipelined_state.base:  # the client does not know the transactions in between
@@ -153,7 +153,7 @@ class PendingRow:
     def may_resend(self) -> bool:
         """Whether the client may send the row again unchanged (rule 3)."""
         return not self.is_attempt and (
-            self.pipelined_state is None or not self.pipelined_state.has_seen
+            self.pipelined_state is None or not self.pipelined_state.has_received_predecessors
         )
 
 
@@ -299,7 +299,7 @@ class Appends:
         # Rows to send again (rule 4), when the submissions up to the barrier are final and the
         # pause has ended.
         self._held_rows: list[PendingRow] = []
-        self._barrier = 0
+        self._barrier_token = 0
         self._pause: asyncio.Handle | None = None
         # Kept here, because a timer handle of uvloop does not return its time after this time has
         # passed.
@@ -408,7 +408,7 @@ class Appends:
     def _send_batch(self, batch: _BatchSubmission) -> None:
         order = batch.order
         if order is not None and order.reported_count != batch.processed_count:
-            lost_outcome = BatchOutcome.uniform(
+            lost_outcome = BatchOutcome.all_rejected(
                 batch.row_count, RowOutcomeCode.LOST, high_water_mark=BEFORE_FIRST
             )
             self._finish_batch(batch, lost_outcome)
@@ -547,7 +547,7 @@ class Appends:
     def _hold_rows(self, rows: Sequence[PendingRow], pause_s: float) -> None:
         """Send rows again after a pause, in one order with all other rows that were lost."""
         self._held_rows += rows
-        self._barrier = self._token
+        self._barrier_token = self._token
         until_s = self._loop.time() + pause_s
         if self._pause is not None:
             until_s = max(until_s, self._pause_until_s)
@@ -563,7 +563,7 @@ class Appends:
         """Send the held rows again if rule 4 permits it now."""
         if not self._held_rows or self._pause is not None:
             return
-        if self._submissions and next(iter(self._submissions)) <= self._barrier:
+        if self._submissions and next(iter(self._submissions)) <= self._barrier_token:
             return
         rows = sorted(self._held_rows, key=lambda row: row.number)
         self._held_rows = []

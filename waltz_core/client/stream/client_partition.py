@@ -263,7 +263,7 @@ class ClientPartition:
         # Rows that were waiting to be sent (for the first time, or again) are not in the log.
         self.appends.abandon(errors.Unreachable("the client was closed before the append was sent"))
         if self._link is not None:
-            self._link.detach(self.partition_id)
+            self._link.detach_stream(self.partition_id)
 
     def _post_submission(self, submission: Submission) -> None:
         if self._driver.is_stopped:  # the submission would never get an outcome
@@ -292,7 +292,7 @@ class ClientPartition:
                     self.applier.queue_range(effect.ids, effect.headers, effect.last)
             case stream_events.FeedLagging():
                 if self.fetch is not None:
-                    self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
+                    self._spawn(self.fetch(effect.feed_mark, effect.high_water_mark), "catch-up")
             case stream_events.OpenLink():
                 if self.stream.has_feed:
                     self._outage.note_failure(self.stream.failure)
@@ -300,7 +300,7 @@ class ClientPartition:
             case stream_events.StreamReady():
                 self._outage.note_success()
                 _complete_all(self._mount_waiters)
-            case stream_events.NeedClientId():
+            case stream_events.RequestClientId():
                 self._spawn(self._renew_client_id(), "client-id")
             case stream_events.StreamStopped():
                 self._on_stream_stopped(effect.error)
@@ -329,24 +329,24 @@ class ClientPartition:
             self._check_claim(link)
             identity: ClientIdentity | None = None
             if self.stream.needs_client_id:
-                identity = await services.ids.get(link, instead_of=self.stream.client_id)
+                identity = await services.ids.get(link, replaced_id=self.stream.client_id)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(stream_events.LinkFailed(attempt, _as_retriable(error)))
             return
         if attempt != self.stream.attempt:
             return  # a later attempt has begun meanwhile
         if self._link is not None and self._link is not link:
-            self._link.leave(self.partition_id)
+            self._link.release_stream(self.partition_id)
 
-        def prove(on_result: Callable[[bool], None]) -> None:
+        def check_ownership(on_result: Callable[[bool], None]) -> None:
             self._spawn(self._verify_owner(owner, on_result), "owner")
 
-        link.attach(
+        link.attach_stream(
             self.partition_id,
             self._on_message_received,
             self._on_link_lost,
             self._is_waiting,
-            prove,
+            check_ownership,
         )
         self._link = link
         if identity is not None:
@@ -390,7 +390,7 @@ class ClientPartition:
             assert self._link is not None  # appends were sent on it
             try:
                 identity = await self._services.ids.get(
-                    self._link, instead_of=self.stream.client_id, is_used_up=True
+                    self._link, replaced_id=self.stream.client_id, is_used_up=True
                 )
             except errors.Unavailable as error:
                 _log.warning(

@@ -25,7 +25,7 @@ class FeedCursor:
 
     def __init__(self, ahead_max: int) -> None:
         self._ahead_max = ahead_max
-        self.is_wanted = False
+        self.is_started = False
         # The application headers to feed; empty for all.
         self.header_values: tuple[int, ...] = ()
         # Whether the server waits for the next request: the last grant is used up, or none was
@@ -43,8 +43,8 @@ class FeedCursor:
 
     def start_after(self, mark: TransactionId | None, header_values: tuple[int, ...] = ()) -> None:
         """Start the feed after `mark`; None for the end of the log at the first mount."""
-        assert not self.is_wanted
-        self.is_wanted = True
+        assert not self.is_started
+        self.is_started = True
         self.header_values = header_values
         self._feed_mark = mark
         self._applied_mark = BEFORE_FIRST if mark is None else mark
@@ -59,7 +59,7 @@ class FeedCursor:
 
     def start_at_end(self, mark: TransactionId) -> TransactionId:
         """Start at `mark` if the feed starts at the end of the log; return the feed's position."""
-        assert self.is_wanted
+        assert self.is_started
         if self._feed_mark is None:
             self._feed_mark = self._applied_mark = mark
         return self._feed_mark

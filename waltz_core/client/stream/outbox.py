@@ -87,7 +87,9 @@ class Outbox:
             waiting = self._waiting.popleft()
             if waiting.submission.keeps_order:
                 rows, mark = waiting.submission.row_count, outcome.high_water_mark
-                lost_outcome = BatchOutcome.uniform(rows, RowOutcomeCode.LOST, high_water_mark=mark)
+                lost_outcome = BatchOutcome.all_rejected(
+                    rows, RowOutcomeCode.LOST, high_water_mark=mark
+                )
                 outcomes.append((waiting.submission.token, lost_outcome))
             else:
                 self._waiting.append(waiting)
@@ -105,7 +107,7 @@ class Outbox:
     ) -> errors.WaltzError | None:
         """Return the error that prevents a submission in this mount, or None (rules 2 and 3)."""
         pipelined_state = submission.pipelined_state
-        if pipelined_state is not None and pipelined_state.has_seen:
+        if pipelined_state is not None and pipelined_state.has_received_predecessors:
             if pipelined_state.partition_id != self._partition_id:
                 return errors.BadRequest(
                     f"partition {self._partition_id}: the append depends on appends in flight in "

@@ -93,7 +93,7 @@ class BatchOutcome:
         return int(np.count_nonzero(self.reasons == RowOutcomeCode.COMMITTED))
 
     @staticmethod
-    def uniform(
+    def all_rejected(
         row_count: int,
         reason: RowOutcomeCode,
         *,
@@ -166,7 +166,7 @@ class Submission:
                 return AppendRequest(*append_fields)
             if supports_pipelining:
                 return AppendFollowing(*append_fields, content.pipelined_state.session_id)
-            assert not content.pipelined_state.has_seen
+            assert not content.pipelined_state.has_received_predecessors
             return AppendRequest(*append_fields)
         return AppendBatch(req_id, mark, content, self.content_crc)
 
@@ -179,9 +179,9 @@ class PendingSubmission:
     req_id: ReqId  # the request ID of the first row
     link: int  # the connection on which it was sent
     mount: int  # the mount under which it was sent
-    known_mark: TransactionId  # the known mark when it was sent (rule 5)
+    mark_when_sent: TransactionId  # the known mark when it was sent (rule 5)
     deadline_ms: int
-    proven_mark: TransactionId | None = None  # the mark of the mount that made it final (rule 4)
+    mount_mark: TransactionId | None = None  # the mark of the mount that made it final (rule 4)
     found_ids: I64 | None = field(default=None, repr=False)  # IDs found in the log, otherwise -1
     is_link_lost: bool = False
 
@@ -194,7 +194,7 @@ class PendingSubmission:
         """Return the outcome if all rows were found in the log, otherwise None."""
         if self.found_ids is None or not (self.found_ids != BEFORE_FIRST).all():
             return None
-        lost_outcome = BatchOutcome.uniform(
+        lost_outcome = BatchOutcome.all_rejected(
             self.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
         )
         return _correct_outcome(lost_outcome, self.found_ids)
@@ -311,42 +311,42 @@ class OutcomeTracker:
         self._match(ids, record_headers["req_id"])
         return True
 
-    def prove(self, mark: TransactionId) -> None:
+    def note_mount_mark(self, mark: TransactionId) -> None:
         """Note that a mount has succeeded: all earlier rows are final, at or below its mark."""
         for pending in self._pending.values():
-            if pending.proven_mark is None:
-                pending.proven_mark = max(mark, pending.known_mark)
+            if pending.mount_mark is None:
+                pending.mount_mark = max(mark, pending.mark_when_sent)
 
     def unresolved_range(self) -> tuple[TransactionId, TransactionId] | None:
         """Return the IDs first..last to read back; None if no row is in doubt."""
         mark_ranges = [
-            (pending.known_mark, pending.proven_mark)
+            (pending.mark_when_sent, pending.mount_mark)
             for pending in self._pending.values()
-            if pending.proven_mark is not None and pending.known_outcome(BEFORE_FIRST) is None
+            if pending.mount_mark is not None and pending.known_outcome(BEFORE_FIRST) is None
         ]
         if not mark_ranges:
             return None
-        first = TransactionId(min(known_mark for known_mark, _ in mark_ranges) + 1)
-        last = TransactionId(max(proven_mark for _, proven_mark in mark_ranges))
+        first = TransactionId(min(mark_when_sent for mark_when_sent, _ in mark_ranges) + 1)
+        last = TransactionId(max(mount_mark for _, mount_mark in mark_ranges))
         return (first, last) if first <= last else None
 
     def in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
-        """Return proven submissions with rows in doubt that may be below the log's first ID."""
+        """Return final submissions with rows in doubt that may be below the log's first ID."""
         return [
             pending
             for pending in self
-            if pending.proven_mark is not None
-            and pending.known_mark + 1 < first_available
+            if pending.mount_mark is not None
+            and pending.mark_when_sent + 1 < first_available
             and pending.known_outcome(BEFORE_FIRST) is None
         ]
 
     def settle(
         self, high_water_mark: TransactionId
     ) -> list[tuple[PendingSubmission, BatchOutcome]]:
-        """Return the outcomes of all proven submissions, after the log was read back (rule 4)."""
+        """Return the outcomes of all final submissions, after the log was read back (rule 4)."""
         settled = []
-        for pending in [submission for submission in self if submission.proven_mark is not None]:
-            outcome = BatchOutcome.uniform(
+        for pending in [submission for submission in self if submission.mount_mark is not None]:
+            outcome = BatchOutcome.all_rejected(
                 pending.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
             )
             if pending.found_ids is not None:

@@ -54,9 +54,9 @@ from waltz_core.client.stream.stream_events import (
     Event,
     FeedLagging,
     MarkAdvanced,
-    NeedClientId,
     OpenLink,
     Phase,
+    RequestClientId,
     SendOnLink,
     StreamReady,
     StreamSettings,
@@ -115,7 +115,7 @@ class PartitionStream:
             random=random,
         )
         self.next_sequence = 1
-        self._next_control = -1
+        self._next_control_sequence = -1
         self.phase = Phase.IDLE
         # The deadline of the phase. In READY, it is set only while the stream waits to mount again.
         self._phase_deadline_ms: int | None = None
@@ -136,7 +136,7 @@ class PartitionStream:
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = MountLimits(1, 1, 1)
-        self._renewing = False
+        self._is_renewing_client_id = False
         self._paused_until_ms = 0  # invariant 9
         self._stopped: errors.WaltzError | None = None
         # The last reason why the partition was not mounted.
@@ -154,7 +154,7 @@ class PartitionStream:
     @property
     def has_feed(self) -> bool:
         """Whether the application has requested a feed."""
-        return self._cursor.is_wanted
+        return self._cursor.is_started
 
     @property
     def has_pending(self) -> bool:
@@ -361,7 +361,7 @@ class PartitionStream:
         self.failure = reason
         effects.append(self._report("stream.interrupted", reason=reason))
         self._phase_deadline_ms = None
-        if not (self.has_pending or self._cursor.is_wanted or self._wants_mount):
+        if not (self.has_pending or self._cursor.is_started or self._wants_mount):
             self.phase = Phase.IDLE
             return
         self.phase = Phase.WAITING
@@ -424,7 +424,7 @@ class PartitionStream:
         self._limits = MountLimits.from_response(message, self._settings.in_flight_bytes_max)
         if self._mount_with_feed_if_near(mark, now_ms, effects):
             return
-        self._tracker.prove(mark)
+        self._tracker.note_mount_mark(mark)
         self._readback.begin(
             self._tracker.unresolved_range(), self._cursor.chain if self._mount_has_feed else None
         )
@@ -436,7 +436,7 @@ class PartitionStream:
     ) -> bool:
         """Mount again with the feed if requested and not far behind; True if so (invariant 7)."""
         cursor = self._cursor
-        if not cursor.is_wanted:
+        if not cursor.is_started:
             return False
         if self._mount_has_feed:
             cursor.on_mount_succeeded()
@@ -594,7 +594,7 @@ class PartitionStream:
         reason = append_errors.outcome_code_of(error)
         if reason is not None:
             self._tracker.remove(pending)
-            outcome = BatchOutcome.uniform(
+            outcome = BatchOutcome.all_rejected(
                 pending.submission.row_count,
                 reason,
                 high_water_mark=self.high_water_mark,
@@ -652,7 +652,7 @@ class PartitionStream:
         """Report why a submission is not sent; if it is too large, `Appends` splits it."""
         effects.append(SubmissionRejected(submission.token, rejection))
         if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
-            lost_outcome = BatchOutcome.uniform(
+            lost_outcome = BatchOutcome.all_rejected(
                 submission.row_count, RowOutcomeCode.LOST, high_water_mark=self.high_water_mark
             )
             effects.extend(
@@ -687,9 +687,9 @@ class PartitionStream:
 
     def _request_client_id(self, effects: list[Effect]) -> None:
         # NB: the ID changes only when the tracker is empty, because rows are matched by the ID.
-        if len(self._tracker) == 0 and not self._renewing:
-            self._renewing = True
-            effects.append(NeedClientId())
+        if len(self._tracker) == 0 and not self._is_renewing_client_id:
+            self._is_renewing_client_id = True
+            effects.append(RequestClientId())
 
     def _on_id_denied(
         self, error: errors.ClientIdDenied, now_ms: int, effects: list[Effect]
@@ -704,12 +704,12 @@ class PartitionStream:
     def _on_client_id_renewed(
         self, event: stream_events.ClientIdRenewed, now_ms: int, effects: list[Effect]
     ) -> None:
-        if not (self._renewing or self.needs_client_id):
+        if not (self._is_renewing_client_id or self.needs_client_id):
             return
         assert len(self._tracker) == 0
         if self._client_id != _NO_CLIENT_ID:
             self.next_sequence = 1
-        self._renewing = self.needs_client_id = False
+        self._is_renewing_client_id = self.needs_client_id = False
         self._client_id, self._proof = event.client_id, event.proof
         self._tracker = OutcomeTracker(event.client_id, self._partition_id)
         if self.phase in _LINKED_PHASES:
@@ -764,8 +764,8 @@ class PartitionStream:
             effects.append(MarkAdvanced(mark))
 
     def _next_control_id(self) -> ReqId:
-        sequence = self._next_control
-        self._next_control = sequence - 1 if sequence > CONTROL_SEQUENCE_MIN else -1
+        sequence = self._next_control_sequence
+        self._next_control_sequence = sequence - 1 if sequence > CONTROL_SEQUENCE_MIN else -1
         return ReqId(ClientId(self._client_id), self._generation, self._partition_id, sequence)
 
     def _report(self, name: str, **fields: object) -> Report:

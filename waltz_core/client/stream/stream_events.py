@@ -148,7 +148,7 @@ class MessageReceived:
 
 @value(frozen=True, slots=True)
 class ClientIdRenewed:
-    """A client ID and its proof: the answer to `NeedClientId`.
+    """A client ID and its proof: the answer to `RequestClientId`.
 
     While the stream has `needs_client_id` set, the driver also sends this event before
     `LinkOpened`.
@@ -201,7 +201,7 @@ class SendOnLink:
 
 
 @value(frozen=True, slots=True)
-class NeedClientId:
+class RequestClientId:
     """The sequence numbers of this client ID are used up: post `ClientIdRenewed`."""
 
 
@@ -255,13 +255,15 @@ class FeedAdvanced:
 
 @value(frozen=True, slots=True)
 class FeedLagging:
-    """The feed after `fed` is too long to be sent: fetch it in ranges, then post `ResumeFeed`.
+    """The feed after `feed_mark` is too long to be sent.
+
+    The driver fetches it in ranges, and then posts `ResumeFeed`.
 
     The effect is not repeated before `ResumeFeed`. The driver passes the fetched transactions to
     the application, not to the stream.
     """
 
-    fed: TransactionId
+    feed_mark: TransactionId
     high_water_mark: TransactionId
 
 
@@ -282,7 +284,7 @@ class StreamStopped:
 Effect: TypeAlias = (
     OpenLink
     | SendOnLink
-    | NeedClientId
+    | RequestClientId
     | StreamReady
     | SubmissionSettled
     | SubmissionRejected

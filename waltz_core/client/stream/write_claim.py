@@ -34,8 +34,8 @@ class TaskClaim:
         write: the write's name; letters, digits, "-", "_", ".".
         task: the task's number, the same in each attempt.
         run: the name of one execution of the whole job.
-        series: if this task may begin the write (rule 4): the starting marks by partition, and the
-            time in ms for which the write is kept. The values of the first task apply.
+        begin_arguments: if this task may begin the write (rule 4): the starting marks by partition,
+            and the time in ms for which the write is kept. The values of the first task apply.
 
     Raises:
         BadRequest: the name is not valid.
@@ -48,14 +48,14 @@ class TaskClaim:
         task: int,
         *,
         run: str,
-        series: tuple[Mapping[int, int], int] | None = None,
+        begin_arguments: tuple[Mapping[int, int], int] | None = None,
     ) -> None:
         check_write_name(write)
         self.write = write
         self.task = task
         self.run = run
         self._connect = connect
-        self._series = series
+        self._begin_arguments = begin_arguments
         self._writes: WriteRequests | None = None
         self._write_state: WriteState | None = None
         self._task: EnteredTask | None = None
@@ -76,8 +76,10 @@ class TaskClaim:
             raise
 
     async def _enter_write(self, writes: WriteRequests) -> None:
-        if self._series is not None:
-            state: WriteState | None = await writes.begin(self.write, *self._series, in_series=True)
+        if self._begin_arguments is not None:
+            state: WriteState | None = await writes.begin(
+                self.write, *self._begin_arguments, in_series=True
+            )
         else:
             state = await writes.read(self.write)
         if state is None:

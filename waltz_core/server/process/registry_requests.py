@@ -169,7 +169,7 @@ class RegistryRequests:
                     TaskAttempt(_task_number(request), request.attempt) if request.attempt else None
                 )
                 finished_state = await writes.finish(
-                    write, arguments.summary(), arguments.keep_ms(), by=finished_by
+                    write, arguments.summary(), arguments.keep_ms(), task_attempt=finished_by
                 )
                 return RegistryResponse(request.req_id, finished_state.to_bytes())
             case RegistryOperation.FORGET:
