@@ -425,7 +425,7 @@ def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path
             owner.link.send(owner.owner.append())
             await poll_until(lambda: storage._machine.queue_limits.owner_bytes > queued)
             stop.set()
-            await poll_until(storage._serving._locks[0].locked)
+            await poll_until(storage._served_replicas._locks[0].locked)
             may_continue.set()
             await poll_until(lambda: early)
 
@@ -692,7 +692,7 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
             assert await asyncio.to_thread(opening.wait, TEST_TIMEOUT_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 request_task = tasks.create_task(owner.prepare())
-                await poll_until(lambda: storage._early_links)
+                await poll_until(lambda: storage._waiting_links)
                 assert not request_task.done()
                 may_open.set()
                 assert isinstance(await request_task, Prepared)

@@ -178,9 +178,9 @@ def older_sessions_may_append() -> Patches:
         if session > self.slot.promised:
             check_log(self, session)
 
-    def _fence(self, lane, reason, *, keep=None):
+    def _fence(self, lane, reason, *, kept_connection=None):
         lane.owner = None  # So that its connection is not closed.
-        fence(self, lane, reason, keep=keep)
+        fence(self, lane, reason, kept_connection=kept_connection)
 
     yield replaced(StorageService, "_check_session", _check_session)
     yield replaced(StorageService, "_fence", _fence)

@@ -118,7 +118,7 @@ class ArchiveCheck:
         """Make the check on another thread stop soon."""
         self._is_stopped = True
 
-    def begin(self, recorded: RecordedArchive) -> None:
+    def begin(self, recorded_archive: RecordedArchive) -> None:
         """Read the manifest that ZooKeeper records, and continue with its objects.
 
         Raises:
@@ -126,14 +126,14 @@ class ArchiveCheck:
             ArchiveUnavailable: the store does not answer.
         """
         self._pages, self._entries, self._newest = deque(), deque(), ()
-        name = recorded.manifest
+        name = recorded_archive.manifest
         try:
             data = self._read(name)
-            _expect("CRC-32", f"{recorded.manifest_crc:08x}", f"{crc32(data):08x}")
+            _expect("CRC-32", f"{recorded_archive.manifest_crc:08x}", f"{crc32(data):08x}")
             manifest = Manifest.from_bytes(data, name)
-            self._check_manifest(manifest, recorded)
+            self._check_manifest(manifest, recorded_archive)
         except (BadFormat, ChecksumMismatch) as error:
-            self._add_bad_file(name, recorded.first, recorded.last, error)
+            self._add_bad_file(name, recorded_archive.first, recorded_archive.last, error)
             return
         if self.next_id < manifest.first:
             self.next_id, self._chain = manifest.first, None
@@ -142,8 +142,13 @@ class ArchiveCheck:
         )
         self._newest = manifest.newest_objects
 
-    def _check_manifest(self, manifest: Manifest, recorded: RecordedArchive) -> None:
-        expected_values = (*self._identity, recorded.first, recorded.last, recorded.chain)
+    def _check_manifest(self, manifest: Manifest, recorded_archive: RecordedArchive) -> None:
+        expected_values = (
+            *self._identity,
+            recorded_archive.first,
+            recorded_archive.last,
+            recorded_archive.chain,
+        )
         found_values = (
             manifest.cluster_key,
             manifest.partition_id,
@@ -194,9 +199,13 @@ class ArchiveCheck:
         elif self._pages:
             self._skip_page(self._pages[0], error)
 
-    def note_missing_manifest(self, recorded: RecordedArchive, error: ObjectMissing) -> None:
+    def note_missing_manifest(
+        self, recorded_archive: RecordedArchive, error: ObjectMissing
+    ) -> None:
         """Note that the manifest of `begin` is missing: no object can be checked (rule 4)."""
-        self._add_bad_file(recorded.manifest, recorded.first, recorded.last, error)
+        self._add_bad_file(
+            recorded_archive.manifest, recorded_archive.first, recorded_archive.last, error
+        )
 
     def _is_in_range(self, entry: PageEntry | ObjectEntry) -> bool:
         is_reached = self.last is None or entry.first <= self.last

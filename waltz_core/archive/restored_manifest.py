@@ -69,7 +69,7 @@ class RestoredRange:
     """The objects of a saved manifest that still exist, to restore a log up to a batch end."""
 
     def __init__(
-        self, store: ArchiveStore, saved: SavedManifest, *, may_have_expired: bool = False
+        self, store: ArchiveStore, saved_manifest: SavedManifest, *, may_have_expired: bool = False
     ) -> None:
         """Check the manifest and its objects (rules 1 and 2).
 
@@ -79,21 +79,28 @@ class RestoredRange:
             BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
         self._store = store
-        entries = [entry for entry in saved.entries() if entry.last >= saved.manifest.first]
-        own_folder = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
+        entries = [
+            entry
+            for entry in saved_manifest.entries()
+            if entry.last >= saved_manifest.manifest.first
+        ]
+        own_folder = objects_folder(
+            saved_manifest.manifest.cluster_key, saved_manifest.manifest.partition_id
+        )
         existing_names = _existing_names(store, entries, own_folder)
         entries = [_intact_entry(store, entry, existing_names, own_folder) for entry in entries]
         if not entries:
             raise ObjectMissing(
-                f"archive {store.url}: cannot restore partition {saved.manifest.partition_id}, "
+                f"archive {store.url}: cannot restore partition "
+                f"{saved_manifest.manifest.partition_id}, "
                 "because all of its archived objects have expired"
             )
         if not existing_names:
             raise ObjectMissing(
                 f"archive {store.url}: found no objects of partition "
-                f"{saved.manifest.partition_id} of cluster "
-                f"{UUID(bytes=saved.manifest.cluster_key)}. Hint: check that this is the URL "
-                "of the archive of that cluster."
+                f"{saved_manifest.manifest.partition_id} of cluster "
+                f"{UUID(bytes=saved_manifest.manifest.cluster_key)}. Hint: check that this is the "
+                "URL of the archive of that cluster."
             )
         usable_entries = tuple(entries)
         if may_have_expired:
@@ -110,7 +117,7 @@ class RestoredRange:
             )
         # The files of `write_manifest`, which are garbage if the restore fails.
         self.written_files: list[str] = []
-        manifest = saved.manifest
+        manifest = saved_manifest.manifest
         self.first = max(manifest.first, usable_entries[0].first)
         self._manifest = replace(
             manifest, first=self.first, pages=(), newest_objects=usable_entries

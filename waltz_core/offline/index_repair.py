@@ -120,7 +120,7 @@ class _OldIndex:
         size = 0 if file is None else file.size()
         self.exists = file is not None
         self.header = b"" if file is None else file.pread(FILE_HEADER_BYTES, 0)
-        self.count, self.spare_bytes = divmod(max(0, size - FILE_HEADER_BYTES), OFFSET_BYTES)
+        self.count, self.trailing_bytes = divmod(max(0, size - FILE_HEADER_BYTES), OFFSET_BYTES)
 
     def read(self, position: int, count: int) -> I64:
         """Return up to `count` offsets from a position on."""
@@ -199,7 +199,7 @@ def _compare_with_old(
         )
     if not old.exists:
         return IndexRepairResult(path, count, None, max(1, difference_count), kept_count)
-    difference_count += max(0, old.count - count) + (1 if old.spare_bytes else 0)
+    difference_count += max(0, old.count - count) + (1 if old.trailing_bytes else 0)
     # Compare the headers without the creation time, which differs in the two files of Waltz 0.13.
     if old.header[:4] + old.header[12:] != header[:4] + header[12:]:
         difference_count += 1

@@ -38,7 +38,7 @@ _CRC_BYTES: Final = 4
 _NO_LOST_ID: Final = 1 << 63  # above any ID: for an error that loses no record
 
 
-class PlacedEntry(NamedTuple):
+class LocatedEntry(NamedTuple):
     """An entry, its position in the `.chn` file, and its offset in bytes."""
 
     position: int
@@ -51,14 +51,14 @@ def header_of(file: ReadableFile) -> ChainHeader:
     return decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0))
 
 
-def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Iterator[PlacedEntry]:
+def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Iterator[LocatedEntry]:
     """Yield the entries of a `.chn` file from a position on, including an incomplete last one."""
     size = file.size()
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * position
     while offset < size:
         data = file.pread(_BLOCK_BATCHES * BATCH_BYTES, offset)
         for start in range(0, len(data), BATCH_BYTES):
-            yield PlacedEntry(
+            yield LocatedEntry(
                 position,
                 offset + start,
                 decode_batch_entry(data[start : start + BATCH_BYTES], position, segment_crc),
@@ -105,7 +105,7 @@ class ChainCheck:
         self._is_chain_known = firsts[0] == start.last + 1
         self._segment = 0
         self._entries = self._all_entries()
-        self._current: tuple[PlacedEntry, int] | None = None  # with the first ID of its segment
+        self._current: tuple[LocatedEntry, int] | None = None  # with the first ID of its segment
         self._digest = hashlib.blake2b(digest_size=16)
         self._next_id = 0  # the next ID of the current batch
         self._is_chain_computable = True
@@ -201,10 +201,10 @@ class ChainCheck:
             self.chains[entry.last] = entry.chain
         self._current = None
 
-    def _all_entries(self) -> Iterator[tuple[PlacedEntry, int]]:
+    def _all_entries(self) -> Iterator[tuple[LocatedEntry, int]]:
         """Yield the valid entries of all `.chn` files with their segments, and report errors."""
         previous_last = self._firsts[0] - 1
-        unreadable: list[tuple[PlacedEntry, int]] = []
+        unreadable: list[tuple[LocatedEntry, int]] = []
         for position, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
@@ -215,22 +215,24 @@ class ChainCheck:
             next_first = self._firsts[position + 1] if position + 1 < len(self._firsts) else None
             with OpenFile(path) as file:
                 header = header_of(file)
-                self._check_header(first, header, is_sure=self._is_chain_known and not unreadable)
+                self._check_header(
+                    first, header, is_chain_known=self._is_chain_known and not unreadable
+                )
                 if header.errors:
                     self._is_chain_known = False
                     continue
-                for placed in batches_of(file, header.segment_crc):
-                    entry = placed.batch
+                for located_entry in batches_of(file, header.segment_crc):
+                    entry = located_entry.batch
                     if entry.errors:
-                        unreadable.append((placed, first))
-                    elif self._is_in_place(placed, first, next_first):
+                        unreadable.append((located_entry, first))
+                    elif self._is_in_right_segment(located_entry, first, next_first):
                         self._check_unreadable(unreadable, previous_last, entry.first)
-                        self._check_order(placed, first, previous_last)
+                        self._check_order(located_entry, first, previous_last)
                         previous_last = entry.last
-                        yield placed, first
+                        yield located_entry, first
         self._check_unreadable(unreadable, previous_last, None)
 
-    def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
+    def _check_header(self, first: int, header: ChainHeader, *, is_chain_known: bool) -> None:
         """Report the errors of a header, and a wrong chain hash in it.
 
         `SegmentCheck` compares the header with the header of `.seg`.
@@ -238,7 +240,7 @@ class ChainCheck:
         for error in header.errors:
             what = f"header: {error}; the batches of the file cannot be read"
             self._add_finding(first, 0, what, is_error=self._is_error_at(-1))
-        if not header.errors and is_sure and header.chain_before != self.end.chain:
+        if not header.errors and is_chain_known and header.chain_before != self.end.chain:
             self._add_finding(
                 first,
                 40,
@@ -248,46 +250,48 @@ class ChainCheck:
             )
 
     def _check_unreadable(
-        self, unreadable: list[tuple[PlacedEntry, int]], previous_last: int, next_first: int | None
+        self, unreadable: list[tuple[LocatedEntry, int]], previous_last: int, next_first: int | None
     ) -> None:
         """Report unreadable entries; `next_first` is the first ID of the next readable entry."""
-        for placed, segment in unreadable:
+        for located_entry, segment in unreadable:
             # If no batch is missing, a crash in the middle of a write has left this entry.
             lost_id = previous_last + 1 if next_first != previous_last + 1 else _NO_LOST_ID
             self._add_finding(
                 segment,
-                placed.offset,
-                f"entry {placed.position}, after batch {previous_last}: "
-                f"{'; '.join(placed.batch.errors)}",
+                located_entry.offset,
+                f"entry {located_entry.position}, after batch {previous_last}: "
+                f"{'; '.join(located_entry.batch.errors)}",
                 is_error=self._is_error_at(lost_id),
             )
             self._is_chain_known = self._is_chain_known and lost_id == _NO_LOST_ID
         unreadable.clear()
 
-    def _is_in_place(self, placed: PlacedEntry, first: int, next_first: int | None) -> bool:
+    def _is_in_right_segment(
+        self, located_entry: LocatedEntry, first: int, next_first: int | None
+    ) -> bool:
         """Return whether an entry is in the segment of its last record; report the error if not."""
-        entry = placed.batch
+        entry = located_entry.batch
         if first <= entry.last and (next_first is None or entry.last < next_first):
             return True
         # After a failed write, a log truncates its last file and continues in a new file. The
         # truncation may not be durable, so a crash may restore the truncated bytes.
         self._add_finding(
             first,
-            placed.offset,
+            located_entry.offset,
             f"batch {entry.first}..{entry.last}: expected the entry in the file of the "
             "segment that has the last record of the batch",
             is_error=self._is_error_at(-1 if entry.last < first else _NO_LOST_ID),
         )
         return False
 
-    def _check_order(self, placed: PlacedEntry, first: int, previous_last: int) -> None:
-        entry = placed.batch
+    def _check_order(self, located_entry: LocatedEntry, first: int, previous_last: int) -> None:
+        entry = located_entry.batch
         if entry.first != previous_last + 1:
             # After an unreadable entry, which was reported, a wrong order is not a separate fault.
             if self._is_chain_known:
                 self._add_finding(
                     first,
-                    placed.offset,
+                    located_entry.offset,
                     f"batch {entry.first}..{entry.last}: expected the batch to begin at "
                     f"transaction {previous_last + 1}",
                     is_error=self._is_error_at(entry.last),

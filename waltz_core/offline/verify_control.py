@@ -229,7 +229,7 @@ def _check_slots(
 def compare_log_with_control_files(
     expected: ExpectedLog,
     entry: ControlEntry | None,
-    seen: FoundLog,
+    found_log: FoundLog,
     findings: VerificationFindings,
 ) -> None:
     """Report differences between the log and the control files."""
@@ -237,10 +237,10 @@ def compare_log_with_control_files(
     control_report = findings.in_file(CONTROL_NAME)
     is_unbatched = expected.slot is not None and _is_unbatched(expected.slot)
     is_of_old_format = expected.slot is None or (expected.is_adopted and not is_unbatched)
-    if is_of_old_format and info is not None and info.local_low_water_mark > seen.last:
+    if is_of_old_format and info is not None and info.local_low_water_mark > found_log.last:
         control_report.add_error(
             None,
-            f"partition {expected.partition}: the log ends at transaction {seen.last}, below "
+            f"partition {expected.partition}: the log ends at transaction {found_log.last}, below "
             f"its low-water mark {info.local_low_water_mark}",
         )
     if expected.slot is None:
@@ -264,13 +264,13 @@ def compare_log_with_control_files(
             f"partition {expected.partition}: expected session {expected.slot.last_session}, "
             f"as in the control slot, found {info.session}",
         )
-    _compare_marks(expected, expected.slot, seen, report)
-    _compare_damage(expected.slot, seen, report)
+    _compare_marks(expected, expected.slot, found_log, report)
+    _compare_damage(expected.slot, found_log, report)
     _note_state(expected.slot, report)
 
 
 def _compare_marks(
-    expected: ExpectedLog, slot: ControlSlot, seen: FoundLog, report: FileFindings
+    expected: ExpectedLog, slot: ControlSlot, found_log: FoundLog, report: FileFindings
 ) -> None:
     marks = [("low-water mark", slot.low_water_mark)]
     # Waltz 0.13 sets its mark before it has completed the log (rule 4).
@@ -279,20 +279,20 @@ def _compare_marks(
     if not expected.is_adopted or _is_unbatched(slot):
         marks.append(("acked ID", slot.acked))
     for what, mark in marks:
-        if mark > seen.last:
+        if mark > found_log.last:
             report.add_error(
-                None, f"the log ends at transaction {seen.last}, below its {what} {mark}"
+                None, f"the log ends at transaction {found_log.last}, below its {what} {mark}"
             )
-    found_start_chain = seen.chains_at.get(slot.start, slot.start_chain)
+    found_start_chain = found_log.chains_by_id.get(slot.start, slot.start_chain)
     if found_start_chain != slot.start_chain:
         report.add_error(
             None,
             f"the log begins after transaction {slot.start}: expected chain hash "
             f"{slot.start_chain.hex()} there, found {found_start_chain.hex()}",
         )
-    if expected.is_adopted or slot.flags & TRUNCATE or slot.acked > seen.last:
+    if expected.is_adopted or slot.flags & TRUNCATE or slot.acked > found_log.last:
         return
-    found_chain = seen.chains_at.get(slot.acked)
+    found_chain = found_log.chains_by_id.get(slot.acked)
     if found_chain != slot.acked_chain:
         found_text = found_chain.hex() if found_chain is not None else "no batch that ends there"
         report.add_error(
@@ -300,11 +300,11 @@ def _compare_marks(
             f"the acked marker is at transaction {slot.acked}: expected chain hash "
             f"{slot.acked_chain.hex()} there, found {found_text}",
         )
-    if not slot.is_dirty and slot.acked < seen.last:
+    if not slot.is_dirty and slot.acked < found_log.last:
         report.add_error(
             None,
             f"the log was closed with its acked marker at transaction {slot.acked}, but it "
-            f"continues to {seen.last}",
+            f"continues to {found_log.last}",
         )
 
 
@@ -313,15 +313,15 @@ def _is_unbatched(slot: ControlSlot) -> bool:
     return slot.acked_chain == UNBATCHED
 
 
-def _compare_damage(slot: ControlSlot, seen: FoundLog, report: FileFindings) -> None:
+def _compare_damage(slot: ControlSlot, found_log: FoundLog, report: FileFindings) -> None:
     for first, last in slot.damaged:
-        if last > seen.last:
+        if last > found_log.last:
             report.add_error(
                 None,
                 f"records {first}..{last} are listed as damaged, but the log ends at transaction "
-                f"{seen.last}",
+                f"{found_log.last}",
             )
-        elif not any(low <= last and first <= high for low, high in seen.unreadable):
+        elif not any(low <= last and first <= high for low, high in found_log.unreadable):
             report.add_note(
                 None,
                 f"records {first}..{last} are listed as damaged, but all of them can be read "

@@ -47,7 +47,7 @@ def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
         next_first=None,
         expected=ExpectedLog(partition=None, key=None),
         findings=findings,
-        seen=found_log,
+        found_log=found_log,
         chain=None,
         is_error_at=lambda _: True,
         is_index_error_at=lambda _: True,
@@ -69,7 +69,7 @@ class _LogCheck:
         self._directory = directory
         self._expected = expected
         self._findings = findings
-        self._seen = FoundLog()
+        self._found_log = FoundLog()
         slot = expected.slot
         self._start = ChainEnd(-1, GENESIS)
         if slot is not None:
@@ -83,7 +83,7 @@ class _LogCheck:
         self._check_file_names()
         self._skip_segments_before_start()
         if not self._first_ids:
-            return self._seen
+            return self._found_log
         if self._expected.slot is not None or has_batches(self._directory):
             last_in_entries = self._synced_by_entries(self._first_ids[-1])
             self._synced_up_to = max(
@@ -111,19 +111,19 @@ class _LogCheck:
                 next_first=next_first,
                 expected=self._expected,
                 findings=self._findings,
-                seen=self._seen,
+                found_log=self._found_log,
                 chain=self._chain,
                 is_error_at=partial(self._is_error_at, segment=first),
                 is_index_error_at=partial(self._is_index_error_at, segment=first),
             ).run()
-        self._seen.last = expected_first - 1
+        self._found_log.last = expected_first - 1
         if self._chain is not None:
             self._chain.finish(expected_first - 1)
-            self._seen.end = self._chain.end
-            self._seen.chains_at = self._chain.chains
-            self._seen.batch_count = self._chain.count
-            self._seen.unchecked_batch_count = self._chain.unchecked_count
-        return self._seen
+            self._found_log.end = self._chain.end
+            self._found_log.chains_by_id = self._chain.chains
+            self._found_log.batch_count = self._chain.count
+            self._found_log.unchecked_batch_count = self._chain.unchecked_count
+        return self._found_log
 
     def _skip_segments_before_start(self) -> None:
         """Skip segments that end at or before the start of the log."""
@@ -197,7 +197,7 @@ class _LogCheck:
         path = segment_path(Path(self._directory.name), first, ".seg")
         what = f"no segment has {records_text(expected_first, first - 1)}"
         self._findings.in_file(str(path)).add_error(None, what)
-        self._seen.note_unreadable(expected_first, first - 1)
+        self._found_log.note_unreadable(expected_first, first - 1)
         if self._chain is not None:
             self._chain.check_records(expected_first, None, first - expected_first)
 

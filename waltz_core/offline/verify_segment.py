@@ -68,7 +68,7 @@ class FoundLog:
     unchecked_batch_count: int = 0
     last: int = -1
     end: ChainEnd | None = None
-    chains_at: dict[int, bytes] = field(default_factory=dict)
+    chains_by_id: dict[int, bytes] = field(default_factory=dict)
     unreadable: list[tuple[int, int]] = field(default_factory=list)  # ranges of IDs
 
     def note_unreadable(self, first: int, last: int) -> None:
@@ -94,7 +94,7 @@ class SegmentCheck:
         next_first: int | None,
         expected: ExpectedLog,
         findings: VerificationFindings,
-        seen: FoundLog,
+        found_log: FoundLog,
         chain: ChainCheck | None,
         is_error_at: Callable[[int], bool],
         is_index_error_at: Callable[[int], bool],
@@ -102,7 +102,7 @@ class SegmentCheck:
         self._first = first
         self._next_first = next_first
         self._expected = expected
-        self._seen = seen
+        self._found_log = found_log
         self._chain = chain
         self._is_error_at = is_error_at
         self._is_index_error_at = is_index_error_at
@@ -116,7 +116,7 @@ class SegmentCheck:
 
     def run(self) -> int:
         """Verify the segment; return the ID that the next segment should begin with."""
-        self._seen.segment_count += 1
+        self._found_log.segment_count += 1
         self._check_headers()
         report = self._report[".seg"]
         index = _IndexCheck(
@@ -139,7 +139,7 @@ class SegmentCheck:
             )
             report.add_error(size, what)
             self._note_unreadable(next_id, self._next_first - 1)
-        self._seen.bytes_read += size
+        self._found_log.bytes_read += size
         index.finish(next_id, self._next_first)
         return next_id if self._next_first is None else self._next_first
 
@@ -208,8 +208,8 @@ class SegmentCheck:
                 bad_positions.append(position)
             crcs += crc
             start = end
-        self._seen.checksum_count += 2 * run.length
-        self._seen.record_count += run.length
+        self._found_log.checksum_count += 2 * run.length
+        self._found_log.record_count += run.length
         index.compare(run)
         self._pass_to_chain_check(run, bytes(crcs), bad_positions)
         return run.first + run.length
@@ -264,7 +264,7 @@ class SegmentCheck:
         return gap.first
 
     def _note_unreadable(self, first: int, last: int) -> None:
-        self._seen.note_unreadable(first, last)
+        self._found_log.note_unreadable(first, last)
         if self._chain is not None:
             self._chain.check_records(first, None, last - first + 1)
 

@@ -196,7 +196,7 @@ class SessionArchiver:
         self.is_checked = claim.archived_mark is None  # rule 2
         self.contradiction: str | None = None
         # Each step of a session reads this attribute.
-        self.is_used = limits.archive_interval_ms > 0 or claim.archived_mark is not None
+        self.has_archive = limits.archive_interval_ms > 0 or claim.archived_mark is not None
         self._backlog_estimate = _BacklogEstimate(self.last)
         self._session_id = claim.session_id
         self._outbox = outbox
@@ -320,41 +320,45 @@ class SessionArchiver:
             return
         if self.mark_to_write is not None:
             return
-        capable = [peer for peer in engaged if peer.supports_archiving]
-        self._replace_object(capable, now_ms)
+        archiving_replicas = [peer for peer in engaged if peer.supports_archiving]
+        self._replace_object(archiving_replicas, now_ms)
         is_due = self._next_expiry_at_ms is not None and now_ms >= self._next_expiry_at_ms
         if is_due and self.recorded_mark is not None and self._attempt is None:
-            self._expire_objects(capable, self.recorded_mark, now_ms)
+            self._expire_objects(archiving_replicas, self.recorded_mark, now_ms)
         if self._limits.archive_interval_ms and self._attempt is None:
-            self._begin_due_attempt(capable, replicas, committed, now_ms)
+            self._begin_due_attempt(archiving_replicas, replicas, committed, now_ms)
 
     def _begin_due_attempt(
         self,
-        capable: Sequence[ReplicaSession],
+        archiving_replicas: Sequence[ReplicaSession],
         replicas: Collection[ReplicaSession],
         committed: TransactionId,
         now_ms: int,
     ) -> None:
         """Begin a collection or an attempt that is due."""
         if self._next_collection_at_ms is not None and now_ms >= self._next_collection_at_ms:
-            self._collect_garbage(capable, replicas, now_ms)
+            self._collect_garbage(archiving_replicas, replicas, now_ms)
         if self._attempt is None and now_ms >= self._next_attempt_at_ms:
-            if capable and committed > self.last:
-                self._archive_range(self._next_replica(capable), committed, now_ms)
+            if archiving_replicas and committed > self.last:
+                self._archive_range(self._next_replica(archiving_replicas), committed, now_ms)
             else:
                 self._next_attempt_at_ms = now_ms + self._limits.archive_interval_ms
 
-    def _next_replica(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
+    def _next_replica(self, archiving_replicas: Sequence[ReplicaSession]) -> ReplicaSession:
         """Choose the replica for the next attempt, in turn, and count the attempt."""
         self._attempt_count += 1
-        return capable[self._attempt_count % len(capable)]
+        return archiving_replicas[self._attempt_count % len(archiving_replicas)]
 
     def _archive_range(self, peer: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
-        recorded = self.recorded_mark
+        recorded_mark = self.recorded_mark
         first = TransactionId(self.last + 1)
         self._attempt = _Attempt(self._attempt_count, peer.replica, first, now_ms)
-        chain = GENESIS_CHAIN if recorded is None else recorded.chain
-        manifest = ("", 0) if recorded is None else (recorded.manifest, recorded.manifest_crc)
+        chain = GENESIS_CHAIN if recorded_mark is None else recorded_mark.chain
+        manifest = (
+            ("", 0)
+            if recorded_mark is None
+            else (recorded_mark.manifest, recorded_mark.manifest_crc)
+        )
         fields = (self._attempt_count, first, committed, chain, *manifest)
         peer.send_request(
             ArchiveRange, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
@@ -362,33 +366,39 @@ class SessionArchiver:
 
     def _collect_garbage(
         self,
-        capable: Sequence[ReplicaSession],
+        archiving_replicas: Sequence[ReplicaSession],
         replicas: Collection[ReplicaSession],
         now_ms: int,
     ) -> None:
         """Request a garbage collection if the state of all replicas permits it (rule 7)."""
-        recorded = self.recorded_mark
-        assert recorded is not None
+        recorded_mark = self.recorded_mark
+        assert recorded_mark is not None
         prepared_peers = [
             peer for peer in replicas if peer.supports_archiving and peer.repair is not None
         ]
-        if len(prepared_peers) < len(replicas) or not capable:
+        if len(prepared_peers) < len(replicas) or not archiving_replicas:
             self._next_collection_at_ms = now_ms + self._limits.archive_interval_ms
             return
         for peer in prepared_peers:
             assert peer.repair is not None
-            if peer.repair.start > recorded.last:
+            if peer.repair.start > recorded_mark.last:
                 reason = (
                     f"the log of the replica begins after transaction {peer.repair.start}, "
-                    f"but in ZooKeeper the last archived transaction is {recorded.last}: "
+                    f"but in ZooKeeper the last archived transaction is {recorded_mark.last}: "
                     "ZooKeeper's data was rolled back"
                 )
                 self._on_collection_failed(peer.replica, reason, now_ms)
                 return
-        peer = self._next_replica(capable)
+        peer = self._next_replica(archiving_replicas)
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_garbage_collection=True)
-        fields = (number, recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
+        fields = (
+            number,
+            recorded_mark.last,
+            recorded_mark.chain,
+            recorded_mark.manifest,
+            recorded_mark.manifest_crc,
+        )
         peer.send_request(
             CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
@@ -425,19 +435,24 @@ class SessionArchiver:
         return last == self.last and all(map(le, bounds, expired))
 
     def _expire_objects(
-        self, capable: Sequence[ReplicaSession], recorded: ArchivedMark, now_ms: int
+        self, archiving_replicas: Sequence[ReplicaSession], recorded_mark: ArchivedMark, now_ms: int
     ) -> None:
-        if not capable:
+        if not archiving_replicas:
             self._next_expiry_at_ms = now_ms + EXPIRY_RETRY_MS
             return
-        peer = self._next_replica(capable)
+        peer = self._next_replica(archiving_replicas)
         number, first, bounds = (
             self._attempt_count,
             TransactionId(self.last + 1),
             self._requested_expiry,
         )
         self._attempt = _Attempt(number, peer.replica, first, now_ms, expiry=bounds)
-        mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
+        mark = (
+            recorded_mark.last,
+            recorded_mark.chain,
+            recorded_mark.manifest,
+            recorded_mark.manifest_crc,
+        )
         fields = (number, *mark, *bounds, self._limits.archive_retention_ms)
         peer.send_request(
             ExpireObjects, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
@@ -447,21 +462,21 @@ class SessionArchiver:
         self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
     ) -> None:
         """A replica has ended an expiry; if `notice` names no manifest, nothing has expired."""
-        recorded = self.recorded_mark
-        assert recorded is not None
+        recorded_mark = self.recorded_mark
+        assert recorded_mark is not None
         if notice.error:
             self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt, self._running_expiry = None, bounds
             self._on_expiry_ended(now_ms)
-        elif not recorded.first <= notice.first <= recorded.last + 1:
-            limits = f"{recorded.first}..{recorded.last + 1}"
+        elif not recorded_mark.first <= notice.first <= recorded_mark.last + 1:
+            limits = f"{recorded_mark.first}..{recorded_mark.last + 1}"
             self._on_attempt_failed(
                 f"expected a first available ID in {limits}, found {notice.first}", now_ms
             )
         else:
             self._attempt, self._running_expiry = None, bounds
-            self.mark_to_write = recorded._replace(
+            self.mark_to_write = recorded_mark._replace(
                 first=TransactionId(notice.first),
                 manifest=notice.manifest,
                 manifest_crc=notice.manifest_crc,
@@ -497,13 +512,13 @@ class SessionArchiver:
             None if replacement is None or replacement.request != request else replacement.outcome
         )
 
-    def _replace_object(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
+    def _replace_object(self, archiving_replicas: Sequence[ReplicaSession], now_ms: int) -> None:
         """Request the replacement from a replica that has not failed."""
-        replacement, recorded = self._replacement, self.recorded_mark
+        replacement, recorded_mark = self._replacement, self.recorded_mark
         if replacement is None or replacement.outcome is not None:
             return
-        untried = [peer for peer in capable if peer.replica not in replacement.failures]
-        if not untried or recorded is None:
+        untried = [peer for peer in archiving_replicas if peer.replica not in replacement.failures]
+        if not untried or recorded_mark is None:
             reasons = replacement.failure_reasons or (
                 "no storage whose replica is in sync can archive",
             )
@@ -515,7 +530,12 @@ class SessionArchiver:
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_replacement=True)
         old_object = (request.first, request.last, request.name)
-        mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
+        mark = (
+            recorded_mark.last,
+            recorded_mark.chain,
+            recorded_mark.manifest,
+            recorded_mark.manifest_crc,
+        )
         fields = (number, *old_object, *mark)
         peer.send_request(
             ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
@@ -523,16 +543,16 @@ class SessionArchiver:
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         """A replica has written an object; if `notice` names no manifest, nothing was replaced."""
-        replacement, recorded = self._replacement, self.recorded_mark
+        replacement, recorded_mark = self._replacement, self.recorded_mark
         assert replacement is not None
-        assert recorded is not None
+        assert recorded_mark is not None
         if notice.error:
             self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt = None
             replacement.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
-        elif (notice.last, notice.chain) != recorded[:2]:
-            expected = f"{recorded.last} with chain hash {recorded.chain.hex()}"
+        elif (notice.last, notice.chain) != recorded_mark[:2]:
+            expected = f"{recorded_mark.last} with chain hash {recorded_mark.chain.hex()}"
             found = f"{notice.last} with chain hash {bytes(notice.chain).hex()}"
             self._on_attempt_failed(
                 f"expected a manifest that ends at transaction {expected}, found one that ends "
@@ -541,16 +561,16 @@ class SessionArchiver:
             )
         else:
             self._attempt, replacement.written_by = None, attempt.replica
-            self.mark_to_write = recorded._replace(
+            self.mark_to_write = recorded_mark._replace(
                 manifest=notice.manifest, manifest_crc=notice.manifest_crc
             )
 
-    def _on_object_replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
+    def _on_object_replaced(self, current: _Replacement, recorded_mark: ArchivedMark) -> None:
         """ZooKeeper has recorded the manifest with the new object."""
         replica, current.written_by = current.written_by, None
         reasons = current.failure_reasons
         current.outcome = ReplacementOutcome(is_replaced=True, replica=replica, failures=reasons)
-        name, manifest = current.request.name, recorded.manifest
+        name, manifest = current.request.name, recorded_mark.manifest
         self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
 
     def on_attempt_notified(self, peer: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
@@ -707,27 +727,31 @@ class SessionArchiver:
 
     # ---- the recorded mark
 
-    def on_metadata_written(self, recorded: ArchivedMark | None, now_ms: int) -> None:
+    def on_metadata_written(self, recorded_mark: ArchivedMark | None, now_ms: int) -> None:
         """ZooKeeper is known to have recorded this archived mark."""
-        if recorded != self.recorded_mark:
-            assert recorded is not None
+        if recorded_mark != self.recorded_mark:
+            assert recorded_mark is not None
             replacement = self._replacement
             if replacement is not None and replacement.written_by is not None:
-                self._on_object_replaced(replacement, recorded)
-            elif recorded.last == self.last:
+                self._on_object_replaced(replacement, recorded_mark)
+            elif recorded_mark.last == self.last:
                 self._report(
-                    "archive.transactions_expired", first=recorded.first, manifest=recorded.manifest
+                    "archive.transactions_expired",
+                    first=recorded_mark.first,
+                    manifest=recorded_mark.manifest,
                 )
                 self._on_expiry_ended(now_ms)
             else:
                 self._report(
-                    "archive.manifest_recorded", last=recorded.last, manifest=recorded.manifest
+                    "archive.manifest_recorded",
+                    last=recorded_mark.last,
+                    manifest=recorded_mark.manifest,
                 )
                 self._failure_count, self._next_attempt_at_ms = 0, now_ms
             if self._next_collection_at_ms is None:
                 self._next_collection_at_ms = now_ms
-        self.recorded_mark = recorded
-        if recorded == self.mark_to_write:
+        self.recorded_mark = recorded_mark
+        if recorded_mark == self.mark_to_write:
             self.mark_to_write = None
         self._report_due_checkpoint()
 
@@ -765,14 +789,14 @@ class SessionArchiver:
 
     def _announce_mark(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
         """Send the recorded mark to the replicas that have reached it (rule 5)."""
-        recorded = self.recorded_mark
-        if recorded is None:
+        recorded_mark = self.recorded_mark
+        if recorded_mark is None:
             return
         for peer in engaged:
-            is_known = self._announced_marks.get(peer.replica) == recorded
-            if peer.supports_archiving and not is_known and peer.synced_last >= recorded.last:
-                self._announced_marks[peer.replica] = recorded
-                last, chain, _, *others = recorded
+            is_known = self._announced_marks.get(peer.replica) == recorded_mark
+            if peer.supports_archiving and not is_known and peer.synced_last >= recorded_mark.last:
+                self._announced_marks[peer.replica] = recorded_mark
+                last, chain, _, *others = recorded_mark
                 fields = (last, chain, *others)
                 peer.send_request(
                     SetArchived, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID

@@ -59,7 +59,7 @@ from waltz_core.replication.replica_repair import (
     verify_records,
 )
 from waltz_core.replication.replica_session import (
-    MARKED,
+    MARKED_STAGES,
     NO_CORRELATION_ID,
     ReplicaSession,
     ReplicaStage,
@@ -138,7 +138,7 @@ class RepairRunner:
         if self._recovery.known_chain is not None:
             return
         for peer in self._replicas.values():
-            if peer.stage in MARKED:
+            if peer.stage in MARKED_STAGES:
                 return
         repairing = [peer for peer in self._replicas.values() if peer.repair is not None]
         if any(peer.repair is not None and peer.repair.reaches(goal) for peer in repairing):

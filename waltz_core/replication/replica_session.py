@@ -87,7 +87,7 @@ class ReplicaStage(Enum):
     ENGAGED = auto()  # ZooKeeper records the replica as engaged, so it gets live appends.
 
 
-MARKED: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
+MARKED_STAGES: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
 _UNCONNECTED_STAGES: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALING)
 
 
@@ -146,7 +146,7 @@ class ReplicaSession:
     @property
     def is_marked(self) -> bool:
         """Whether the session's low-water mark is set in the replica's log."""
-        return self.stage in MARKED
+        return self.stage in MARKED_STAGES
 
     @property
     def unanswered_count(self) -> int:

@@ -139,7 +139,7 @@ class Recovery:
         self.mark: TransactionId | None = None
 
     @property
-    def old_quorum(self) -> int:
+    def previous_quorum_size(self) -> int:
         """The quorum of the last assignment; 0 without a history."""
         return quorum_size(len(self.states)) if self.states else 0
 
@@ -235,9 +235,11 @@ class Recovery:
             last for last in map(self._synced_last.get, self.engaged) if last is not None
         ]
         unknown_count = len(self.engaged) - len(synced_lasts)
-        if len(self.engaged) < self.old_quorum:
+        if len(self.engaged) < self.previous_quorum_size:
             return None  # No session leaves such states, so an operator must intervene.
-        return decided_mark(synced_lasts, unknown_count=unknown_count, quorum=self.old_quorum)
+        return decided_mark(
+            synced_lasts, unknown_count=unknown_count, quorum=self.previous_quorum_size
+        )
 
     def opening_states(
         self,

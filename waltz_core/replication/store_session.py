@@ -48,7 +48,7 @@ from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.replica_repair import ReplicaRepair
 from waltz_core.replication.replica_session import (
-    MARKED,
+    MARKED_STAGES,
     ReplicaSession,
     ReplicaStage,
     SessionRequest,
@@ -162,7 +162,7 @@ class StoreSession:
         self._proofs = MarkProofs(claim.assigned, outbox=outbox, limits=limits)
         self._settlement: Settlement | None = None
         self._archiver = SessionArchiver(claim, outbox=outbox, limits=limits)
-        self._rivals: list[ReplicaId] = []
+        self._replicas_with_rival: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
     # state
@@ -219,7 +219,7 @@ class StoreSession:
             if peer.slow_report_at_ms is not None:
                 times.append(peer.slow_report_at_ms)
         times += self._proofs.deadlines()
-        if self._archiver.is_used and self.is_settled:
+        if self._archiver.has_archive and self.is_settled:
             archive_at_ms = self._archiver.wake_at_ms
             if archive_at_ms is not None:
                 times.append(archive_at_ms)
@@ -304,7 +304,7 @@ class StoreSession:
         assert self.window is not None
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
-        if self._archiver.is_used:
+        if self._archiver.has_archive:
             self._archiver.on_batch_submitted(batch)
         for peer in self.replicas.values():
             if peer.stage is _ENGAGED:
@@ -403,7 +403,7 @@ class StoreSession:
     @property
     def archive_backlog(self) -> ArchiveBacklog | None:
         """The committed transactions that are not archived; None if no archive is used."""
-        return self._archiver.backlog if self._archiver.is_used else None
+        return self._archiver.backlog if self._archiver.has_archive else None
 
     @property
     def archived_mark_to_write(self) -> ArchivedMark | None:
@@ -417,14 +417,14 @@ class StoreSession:
         return [
             peer.replica
             for peer in self.replicas.values()
-            if peer.stage in MARKED
+            if peer.stage in MARKED_STAGES
             and (now_ms is None or excluded_until_ms.get(peer.replica, now_ms) <= now_ms)
         ]
 
     def _has_quorum(self, ready: Sequence[ReplicaId]) -> bool:
         new_count = sum(replica in self.claim.assigned for replica in ready)
         old_count = sum(replica in self.recovery.states for replica in ready)
-        return new_count >= self.quorum and old_count >= self.recovery.old_quorum
+        return new_count >= self.quorum and old_count >= self.recovery.previous_quorum_size
 
     def _joined_states(
         self, window: SessionWindow, now_ms: int
@@ -536,7 +536,7 @@ class StoreSession:
         self, peer: ReplicaSession, request: SessionRequest, answer: StorageMessage, now_ms: int
     ) -> None:
         match answer:
-            case messages.Appended() if peer.stage in MARKED:
+            case messages.Appended() if peer.stage in MARKED_STAGES:
                 assert isinstance(request.message, messages.AppendRaw)
                 peer.on_append_synced(request.message, answer)
                 if peer.stage is _ENGAGED:
@@ -633,9 +633,9 @@ class StoreSession:
 
     def _on_rival_found(self, peer: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has claimed this session's ID: ZooKeeper has issued it twice (row 15)."""
-        self._rivals.append(peer.replica)
+        self._replicas_with_rival.append(peer.replica)
         self._reject_replica(peer, reason, now_ms)
-        rivals = [name for name in self.claim.assigned if name in self._rivals]
+        rivals = [name for name in self.claim.assigned if name in self._replicas_with_rival]
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
                 f"replicas {', '.join(rivals)} have promised store session "
@@ -683,9 +683,9 @@ class StoreSession:
             self._reject_replica(self.replicas[replica], reason, now_ms)
         if self.window is not None and self.ending is None:
             for peer in self.replicas.values():
-                if peer.stage in MARKED:
+                if peer.stage in MARKED_STAGES:
                     self._send_from_window(peer, now_ms)
-        if self._archiver.is_used and self.is_settled and self.ending is None:
+        if self._archiver.has_archive and self.is_settled and self.ending is None:
             assert self.window is not None
             replicas = self.replicas.values()
             self._archiver.advance(self.engaged, replicas, self.window.committed, now_ms)
@@ -779,7 +779,7 @@ class StoreSession:
             self.claim.session_id, window.committed, window.committed_chain
         )
         self._outbox.append(committed)
-        needed = [peer.next_id for peer in self.replicas.values() if peer.stage in MARKED]
+        needed = [peer.next_id for peer in self.replicas.values() if peer.stage in MARKED_STAGES]
         limits = self._limits
         window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
 

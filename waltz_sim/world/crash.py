@@ -230,16 +230,16 @@ class RecordingDisk:
 
     def make_directory(self, directory: Path) -> None:
         """Create a directory and its parents, durably."""
-        make_with_parents(self, directory, self._make_one, self.sync_directory)
+        make_with_parents(self, directory, self._make_single_directory, self.sync_directory)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
         """Create several directories in a directory, durably."""
         for name in names:
             if not self.exists(directory / name):
-                self._make_one(directory / name)
+                self._make_single_directory(directory / name)
         self.sync_directory(directory)
 
-    def _make_one(self, directory: Path) -> None:
+    def _make_single_directory(self, directory: Path) -> None:
         self.inner.make_directory(directory)
         self.changes.append(MakeDirectory(directory))
 

@@ -141,7 +141,7 @@ def test_the_rebuilt_metadata_names_one_replica():
     metadata = choice.metadata(4, 8)
     assert metadata == model.PartitionMetadata(4, 8, {"B": model.ReplicaState(5, model.UNRESOLVED)})
     recovery = Recovery(HistoryOrigin.RECORDED, metadata.states)
-    assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)
+    assert (recovery.engaged, recovery.previous_quorum_size) == (["B"], 1)
 
 
 def test_other_logs_with_more_or_later_data_are_reported():

@@ -540,7 +540,7 @@ def test_a_log_that_begins_above_0_is_verified_from_its_start(log_with_later_sta
     directory, _ = log_with_later_start
     log = verify_directory(directory).logs[PARTITION]
     assert (log.segment_count, log.last, log.unchecked_batch_count) == (2, 35, 1)
-    assert log.chains_at[20] == read_slots(directory / SLOTS)[0].start_chain
+    assert log.chains_by_id[20] == read_slots(directory / SLOTS)[0].start_chain
     flip_byte(segment_path(directory, 0), 128 + 37)  # record 11, below the start
     wrong, notes = verification_texts(directory)
     assert wrong == []

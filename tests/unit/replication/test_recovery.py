@@ -170,7 +170,7 @@ def test_the_quorum_of_the_last_assignment_counts_all_its_replicas():
     states = engaged(A, B, C) | dict.fromkeys((D, "storage4:1"), ReplicaState(4, 7))
     recovery = Recovery(HistoryOrigin.RECORDED, states)
     assert len(recovery.engaged) == 3
-    assert recovery.old_quorum == 3
+    assert recovery.previous_quorum_size == 3
 
 
 def test_a_replica_of_a_later_session_than_zookeeper_reports_a_rollback():

@@ -28,7 +28,7 @@ def test_early_connections_are_admitted_in_order_unless_closed():
     admitted = []
     daemon = StorageDaemon.__new__(StorageDaemon)
     daemon._is_assigned = asyncio.Event()
-    daemon._early_links, daemon._links, daemon._numbers = [], {}, itertools.count(1)
+    daemon._waiting_links, daemon._links, daemon._numbers = [], {}, itertools.count(1)
     first, closed, second = (
         Link("first", admitted),
         Link("dead", admitted, is_closed=True),

@@ -280,7 +280,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
     result = Work(log, (truncate,), STORAGE_ID, space=engine.space).run()
     assert isinstance(result.outcomes[0], ReplicaEnd), result.outcomes
     assert (result.outcomes[0].synced_max, result.failure) == (1, None)
-    assert (result.has_released, engine.space.reserved_bytes) == (True, 0)
+    assert (result.has_released_reserve, engine.space.reserved_bytes) == (True, 0)
     assert (log.max_id, log.is_broken, log.slot.truncate) == (1, False, None)
     engine.close()
 
@@ -304,7 +304,7 @@ def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_byte
     reset = LaneRequest(1, owner.make(ResetLog, 9, bytes(16)))
     disk.capacity_bytes = sum(map(len, disk.files().values()))
     result = Work(log, (reset,), STORAGE_ID, space=engine.space).run()
-    assert (result.failure, log.is_broken, result.has_released) == (None, False, True)
+    assert (result.failure, log.is_broken, result.has_released_reserve) == (None, False, True)
     if reserve_bytes:
         assert isinstance(result.outcomes[0], ReplicaEnd), result.outcomes
         assert log.max_id == log.start.transaction_id == 9

@@ -154,16 +154,16 @@ async def _verify_partition(
     repairs: bool = False,
 ) -> dict[str, Any]:
     """Verify the archive of one partition; show each problem when it is found."""
-    recorded = await read_recorded_archive(coordinator, partition_id)
-    missing, is_empty = _unarchived_note(check, recorded)
+    recorded_archive = await read_recorded_archive(coordinator, partition_id)
+    missing, is_empty = _unarchived_note(check, recorded_archive)
     if missing:
         show(f"partition {partition_id}: {missing}")
-    if recorded is None or is_empty:
+    if recorded_archive is None or is_empty:
         return {"last": None, "objects": 0, "bytes": 0, "problems": []}
     try:
         with ProgressLine() as line:
             await _PartitionCheck(coordinator, partition_id, check, show, repairs).run(
-                recorded, line
+                recorded_archive, line
             )
     except BaseException as error:
         check.stop()
@@ -194,21 +194,23 @@ async def _verify_partition(
     }
 
 
-def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
+def _unarchived_note(
+    check: ArchiveCheck, recorded_archive: RecordedArchive | None
+) -> tuple[str, bool]:
     """Return a text about requested transactions that are not archived, and if none is archived.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.
     """
-    if recorded is None:
+    if recorded_archive is None:
         return "no transaction is archived", True
-    first, available = check.next_id, recorded.first
-    last = recorded.last if check.last is None else check.last
-    if first > recorded.last:
+    first, available = check.next_id, recorded_archive.first
+    last = recorded_archive.last if check.last is None else check.last
+    if first > recorded_archive.last:
         return (
             (
                 f"transactions from {first} on are not archived; the last archived one is "
-                f"{recorded.last}"
+                f"{recorded_archive.last}"
             ),
             True,
         )
@@ -269,22 +271,22 @@ class _PartitionCheck(NamedTuple):
     show: ShowText
     is_repair_requested: bool
 
-    async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
+    async def run(self, recorded_archive: RecordedArchive, line: ProgressLine) -> None:
         """Check all files; if the manifest is replaced meanwhile, continue with the newer one."""
         check, is_begun, shown_count = self.check, False, 0
         while True:
             try:
                 if not is_begun:
-                    await self._call_store(partial(check.begin, recorded))
+                    await self._call_store(partial(check.begin, recorded_archive))
                     is_begun = True
                 is_continued = await self._call_store(check.check_next_file)
             except ObjectMissing as error:
                 newer = await read_recorded_archive(self.coordinator, self.partition_id)
-                if newer is not None and newer.manifest != recorded.manifest:
-                    recorded, is_begun = newer, False
+                if newer is not None and newer.manifest != recorded_archive.manifest:
+                    recorded_archive, is_begun = newer, False
                     continue
                 if not is_begun:
-                    check.note_missing_manifest(recorded, error)
+                    check.note_missing_manifest(recorded_archive, error)
                 else:
                     check.note_missing_file(error)
                 is_continued = is_begun
@@ -293,7 +295,7 @@ class _PartitionCheck(NamedTuple):
             shown_count = len(check.bad_files)
             if not is_continued:
                 return
-            done, total = check.next_id, recorded.last + 1
+            done, total = check.next_id, recorded_archive.last + 1
             line.show(done, total, f"transactions of partition {self.partition_id} verified")
 
     async def _call_store(self, call: Callable[[], ResultT]) -> ResultT:

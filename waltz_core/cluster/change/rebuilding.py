@@ -211,18 +211,18 @@ def _choose_members(
 
 
 def describe_missing_in_chosen(
-    chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]
+    chosen_log: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]
 ) -> list[str]:
     """Return a text for each session or transaction range that the chosen log lacks."""
     texts: list[str] = []
     for name, log in logs.items():
-        if log.last_session > chosen.last_session:
+        if log.last_session > chosen_log.last_session:
             texts.append(
                 f"replica {name} has store session {log.last_session} as its last one, but "
-                f"the chosen log has {chosen.last_session}"
+                f"the chosen log has {chosen_log.last_session}"
             )
-        if log.last_synced_id > chosen.last_synced_id:
-            first = chosen.last_synced_id + 1
+        if log.last_synced_id > chosen_log.last_synced_id:
+            first = chosen_log.last_synced_id + 1
             texts.append(
                 f"replica {name} has transactions {first}..{log.last_synced_id}, which the chosen "
                 "log does not have"

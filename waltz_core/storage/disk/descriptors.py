@@ -58,7 +58,7 @@ class Descriptors:
         os.close(fd)
 
     @contextmanager
-    def reserve_one(self) -> Iterator[None]:
+    def reserve_descriptor(self) -> Iterator[None]:
         """Reserve one descriptor for a file that is opened elsewhere; acquires the lock itself."""
         with self.lock:
             self._close_idle(1)

@@ -159,20 +159,20 @@ class Disk(Protocol):
 def make_with_parents(
     disk: Disk,
     directory: Path,
-    make_one: Callable[[Path], None],
+    make_single_directory: Callable[[Path], None],
     sync_existing: Callable[[Path], None],
 ) -> None:
     """Create a directory and its parents; make the name of each durable in its parent.
 
-    `make_one` creates a single directory. If a directory exists, the process that created it may
-    have been killed before the name was durable. So `sync_existing` syncs the parent of an existing
-    directory.
+    `make_single_directory` creates a directory in an existing parent. If a directory exists, the
+    process that created it may have been killed before the name was durable. So `sync_existing`
+    syncs the parent of an existing directory.
     """
     if disk.exists(directory):
         sync_existing(directory.parent)
         return
-    make_with_parents(disk, directory.parent, make_one, sync_existing)
-    make_one(directory)
+    make_with_parents(disk, directory.parent, make_single_directory, sync_existing)
+    make_single_directory(directory)
     disk.sync_directory(directory.parent)
 
 
@@ -577,7 +577,7 @@ class RealDisk:
 
     def prefetch(self, directory: Path, names: Sequence[str]) -> None:
         """Request that the system reads the bytes into its page cache; do not wait for it."""
-        with self.descriptors.reserve_one():
+        with self.descriptors.reserve_descriptor():
             for name in names:
                 with suppress(OSError):  # the later read reports the error
                     _prefetch_file(f"{directory}/{name}")

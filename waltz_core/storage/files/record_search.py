@@ -178,9 +178,9 @@ class HoleSearch:
         self._starts_first_id = first
 
     def record_after(
-        self, hole: TransactionId, offset: int, size: int
+        self, hole_first_id: TransactionId, offset: int, size: int
     ) -> tuple[TransactionId, int] | None:
-        """Return the first record after a hole that begins at `offset` with the ID `hole`.
+        """Return the first record after a hole that begins at `offset` with the ID `hole_first_id`.
 
         Return None if no record up to `last` is found.
 
@@ -189,20 +189,23 @@ class HoleSearch:
         """
         if self._starts is None:
             # Use the index as it was: records found after a hole are written into the index.
-            self._starts_first_id = TransactionId(hole + 1)
+            self._starts_first_id = TransactionId(hole_first_id + 1)
             has_disk_errors = (
                 isinstance(self._file, PartlyReadableFile) and self._file.has_unreadable
             )
             read = self._index.read if has_disk_errors else self._index.try_read  # rule 3
-            self._starts = read(self._starts_first_id - self._first, self._last - hole)
+            self._starts = read(self._starts_first_id - self._first, self._last - hole_first_id)
             if has_disk_errors and (self._starts < SEGMENT_HEADER_BYTES).any():
                 # The block of the index with these offsets was discarded (file_system.py, rule 8).
                 raise ReadFailed(
-                    f"cannot find the records after {hole}: expected readable records or index "
-                    f"entries up to {self._last}, found disk errors in both. Hint: check the disk."
+                    f"cannot find the records after {hole_first_id}: expected readable records or "
+                    f"index entries up to {self._last}, found disk errors in both. Hint: check the "
+                    "disk."
                 )
-        starts = self._starts[hole + 1 - self._starts_first_id :]
-        record = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
+        starts = self._starts[hole_first_id + 1 - self._starts_first_id :]
+        record = find_record(
+            self._file, offset, hole_first_id, size=size, starts=starts, last=self._last
+        )
         if record is None:
             return None
         if not record.is_confirmed:
@@ -213,7 +216,7 @@ class HoleSearch:
 
 def find_record(
     file: SearchedFile,
-    hole: int,
+    hole_offset: int,
     first: TransactionId,
     *,
     size: int,
@@ -222,17 +225,17 @@ def find_record(
 ) -> FoundRecord | None:
     """Return the first record after a hole, up to the ID `last` (rule 2); None if there is none.
 
-    The hole begins at offset `hole` with the record `first`. `starts` has the offsets that the
+    The hole begins at `hole_offset` with the record `first`. `starts` has the offsets that the
     index states for the records after `first`.
     """
     best: FoundRecord | None = None
-    offset = hole + 1
+    offset = hole_offset + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
         for data_offset in _candidates(data, first, size - offset):
             found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, data_offset)
             start, missing_count = offset + data_offset, found_id - first - 1
-            if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (missing_count + 1):
+            if found_id > last or start - hole_offset < RECORD_OVERHEAD_BYTES * (missing_count + 1):
                 continue  # not covered by a marker, or no space for the records in the hole
             is_known = missing_count < starts.size and starts[missing_count] == start
             if not is_known and (best is not None or data_bytes > TRANSACTION_BYTES_MAX):

@@ -72,7 +72,9 @@ class LogFiles:
         self.is_half_truncated = False  # rule 4: the disk was full
         self.files_error: MissingSegment | None = None  # rule 5
         self._settings = settings
-        self._unmarked_ms = 0  # the time of the first sync after the marker; 0 if there is none
+        self._unmarked_since_ms = (
+            0  # the time of the first sync after the marker; 0 if there is none
+        )
         self.replace_files(segments, slots)
 
     def replace_files(self, segments: Segments, slots: SlotFile) -> None:
@@ -158,7 +160,7 @@ class LogFiles:
         marker = AckedMarker(last, UNBATCHED) if self.slot.is_unbatched else end
         if marker.transaction_id != self.segments.start.transaction_id:
             self.write_slot(replace(self.slot, acked=marker))
-            self._unmarked_ms = 0
+            self._unmarked_since_ms = 0
         self.segments.add(self._settings.now_ms(), end.chain)
         return entries[len(segment_entries) :], end
 
@@ -179,8 +181,10 @@ class LogFiles:
         self.synced_chain = self.chain
         if self.slots.slot.acked.transaction_id < self.synced_max:
             now_ms = self._settings.now_ms()
-            self._unmarked_ms = self._unmarked_ms or now_ms
-            if abs(now_ms - self._unmarked_ms) >= MARKER_INTERVAL_MS:  # a clock may be set back
+            self._unmarked_since_ms = self._unmarked_since_ms or now_ms
+            if (
+                abs(now_ms - self._unmarked_since_ms) >= MARKER_INTERVAL_MS
+            ):  # a clock may be set back
                 self.mark_acked()
         return self.synced_max
 
@@ -192,7 +196,7 @@ class LogFiles:
         """
         if self.covered_end is not None:
             return
-        self._unmarked_ms = 0
+        self._unmarked_since_ms = 0
         # After a failed sync of the index, another sync would wrongly succeed. A truncation that
         # found no space has set the marker already.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:

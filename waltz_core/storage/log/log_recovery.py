@@ -474,7 +474,7 @@ class _LogOpening:
         Truncate or adopt records without a valid batch (rules 3, 4).
         """
         for segment in self._rebuilt_segments:
-            self._fill_between(segments, segment)
+            self._create_lost_batches(segments, segment)
         last_trusted = (
             min(self._marker_id, self.slot.low_water_mark) if self._is_adopting else self._marker_id
         )
@@ -550,7 +550,7 @@ class _LogOpening:
         crcs = segments.record_crcs(entry.first, entry.last)
         return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
 
-    def _fill_between(self, segments: Segments, segment: Segment) -> None:
+    def _create_lost_batches(self, segments: Segments, segment: Segment) -> None:
         """Create batches for a segment that has lost its own, up to the next known batch."""
         position = segments.all.index(segment)
         earlier_segments = [other for other in segments.all[: position + 1] if other.lineage.count]

@@ -85,12 +85,14 @@ class ReplicaReport(NamedTuple):
 class PartitionLog:
     """One partition on disk; all calls block, and only one may run at a time."""
 
-    def __init__(self, files: LogFiles, cover: CoveredRecords, control: ControlFile) -> None:
+    def __init__(
+        self, files: LogFiles, covered_records: CoveredRecords, control: ControlFile
+    ) -> None:
         self.partition_id: PartitionId = files.partition_id
         self.appended_bytes = 0
         self.read_count = 0
         self._files = files
-        self._covered_records = cover
+        self._covered_records = covered_records
         self._control = control
         self._engaged = NO_SESSION
 

@@ -70,7 +70,7 @@ class AdminPort:
     def __init__(  # noqa: PLR0913 - each is a part of the daemon
         self,
         engine: StorageEngine,
-        serving: ServedReplicas,
+        served_replicas: ServedReplicas,
         identity: StorageIdentity,
         *,
         post: Callable[[service.Event], None],
@@ -82,7 +82,7 @@ class AdminPort:
         archive_state: Callable[[], admin_tasks.ArchiveState | None],
     ) -> None:
         self._engine = engine
-        self._serving = serving
+        self._served_replicas = served_replicas
         self._post = post
         self._in_thread = in_thread
         self._scrub_states = scrub_states
@@ -96,7 +96,7 @@ class AdminPort:
         # The futures of unanswered reads through the service, by sequence.
         self._reads: dict[int, asyncio.Future[StorageMessage]] = {}
         self._driver: Driver[Event, Effect] = Driver(
-            AdminService(identity, address=serving.address),
+            AdminService(identity, address=served_replicas.address),
             self._perform,
             on_report=report,
             on_failure=on_failure,
@@ -214,14 +214,16 @@ class AdminPort:
             case admin_tasks.FindArchiveState():
                 return self._archive_state()
             case admin_tasks.FindZooKeeperState():
-                return await self._serving.zookeeper_state(task.partition_id)
+                return await self._served_replicas.zookeeper_state(task.partition_id)
             case admin_tasks.ReadRange():
                 return await self._read(task)
             case admin_tasks.FindScrubState():
                 return self._scrub(task)
             case _:
                 call = partial(admin_execution.execute_change, self._engine, task)
-                return await self._serving.run_exclusively(admin_execution.partition_of(task), call)
+                return await self._served_replicas.run_exclusively(
+                    admin_execution.partition_of(task), call
+                )
 
     async def _read_local(
         self,
@@ -236,7 +238,7 @@ class AdminPort:
             return await self._in_thread(
                 partial(admin_execution.disk_status_of, self._engine, clock_ms)
             )
-        is_served = task.partition_id in self._serving.logs
+        is_served = task.partition_id in self._served_replicas.logs
         return admin_execution.replica_status_of(
             self._engine, task.partition_id, is_served=is_served
         )
@@ -265,7 +267,7 @@ class AdminPort:
             task.whole_batches,
             reader=False,
         )
-        if task.partition_id not in self._serving.logs:
+        if task.partition_id not in self._served_replicas.logs:
             return await self._read_unserved(LaneRequest(ADMINISTRATION, request))
         answer = self._reads[sequence] = asyncio.get_running_loop().create_future()
         try:
@@ -284,7 +286,7 @@ class AdminPort:
                 raise outcome
             return outcome
 
-        return await self._serving.run_exclusively(partition_id, read, ends_session=False)
+        return await self._served_replicas.run_exclusively(partition_id, read, ends_session=False)
 
     def on_answered(self, message: StorageMessage) -> None:
         """Pass the answer of the service to the read that waits for it."""

@@ -211,8 +211,8 @@ class StorageDaemon:
         )
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
-        self._early_links: list[Link] = []
-        self._works_count = 0
+        self._waiting_links: list[Link] = []
+        self._running_work_count = 0
         self._has_pending_work = False  # work did not end during shutdown, and may still run
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -220,7 +220,7 @@ class StorageDaemon:
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._engine: StorageEngine | None = None
         self._machine: StorageService | None = None
-        self._serving: ServedReplicas | None = None
+        self._served_replicas: ServedReplicas | None = None
         self._health: StorageHealth | None = None
         self._admin: AdminPort | None = None
         self._driver: Driver[Event, Effect] | None = None
@@ -285,10 +285,12 @@ class StorageDaemon:
         )
         machine = await self._create_service(engine, identity)
         self._engine, self._machine = engine, machine
-        serving = self._serving = self._create_served_replicas(engine)
-        self._health = StorageHealth(engine, serving, self._coordinator, self._pool, self._failure)
+        served_replicas = self._served_replicas = self._create_served_replicas(engine)
+        self._health = StorageHealth(
+            engine, served_replicas, self._coordinator, self._pool, self._failure
+        )
         self._storage_metrics.register(
-            machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
+            machine, engine.space, links_count=lambda: len(self._links), logs=served_replicas.logs
         )
         self._driver = self._create_driver(machine)
         async with AsyncExitStack() as stack:
@@ -309,26 +311,28 @@ class StorageDaemon:
             stack.push_async_callback(listener.close)
             self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
             await self._register(engine)
-            serving.address = ReplicaId(self.address)
+            served_replicas.address = ReplicaId(self.address)
             self.metrics.set("waltz_storage_info", 1, replica=self.address)
             try:
                 async with TaskGroup() as tasks:
-                    self._admin = self._make_admin(engine, serving, identity, tasks)
+                    self._admin = self._make_admin(engine, served_replicas, identity, tasks)
                     stack.callback(self._admin.stop)
                     admin = await self._admin.listen(
                         config.listen_host, config.admin_port, self._ssl
                     )
                     stack.push_async_callback(admin.close)
-                    tasks.create_task(serving.follow(self._on_assignment_checked))
-                    tasks.create_task(self._work_in_background(engine, machine, serving))
+                    tasks.create_task(served_replicas.follow(self._on_assignment_checked))
+                    tasks.create_task(self._work_in_background(engine, machine, served_replicas))
                     if self._coordinator is None:
-                        serving.recheck()
+                        served_replicas.recheck()
                     else:
-                        follow = self._follow_assignment(self._coordinator, engine, serving, tasks)
+                        follow = self._follow_assignment(
+                            self._coordinator, engine, served_replicas, tasks
+                        )
                         tasks.create_task(follow)
-                    await self._until_one_of((self._is_assigned, stop), tasks)
+                    await self._wait_for_event((self._is_assigned, stop), tasks)
                     await self._serve_until(stop, on_ready, tasks)
-                    await self._shut_down(serving)
+                    await self._shut_down(served_replicas)
             except* _StorageStopped:
                 if not self._has_pending_work:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
@@ -336,12 +340,12 @@ class StorageDaemon:
                 _log.info("storage.stopped address=%s", self.address)
 
     async def _work_in_background(
-        self, engine: StorageEngine, machine: StorageService, serving: ServedReplicas
+        self, engine: StorageEngine, machine: StorageService, served_replicas: ServedReplicas
     ) -> None:
         async with TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
             tasks.create_task(self._sample_space(engine.space))
-            sharing = self._segments.serve(self.address, engine, serving, self._pool)
+            sharing = self._segments.serve(self.address, engine, served_replicas, self._pool)
             tasks.create_task(sharing)
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
@@ -422,13 +426,13 @@ class StorageDaemon:
     def _make_admin(
         self,
         engine: StorageEngine,
-        serving: ServedReplicas,
+        served_replicas: ServedReplicas,
         identity: StorageIdentity,
         tasks: TaskGroup,
     ) -> AdminPort:
         return AdminPort(
             engine,
-            serving,
+            served_replicas,
             identity,
             post=self._post,
             report=self._report,
@@ -467,27 +471,27 @@ class StorageDaemon:
         self,
         coordinator: Coordinator,
         engine: StorageEngine,
-        serving: ServedReplicas,
+        served_replicas: ServedReplicas,
         tasks: TaskGroup,
     ) -> None:
         """Follow permissions and assignment; register again when this storage is added again."""
         tasks.create_task(
-            follow_permissions(coordinator, self._ssl, storage_node_name(serving.address))
+            follow_permissions(coordinator, self._ssl, storage_node_name(served_replicas.address))
         )
         is_known = True
 
         def take(assignments: ReplicaAssignments) -> None:
             nonlocal is_known
-            was_known, is_known = is_known, serving.address in assignments.partitions
+            was_known, is_known = is_known, served_replicas.address in assignments.partitions
             if is_known and not was_known:
                 tasks.create_task(
                     self._register(engine)
                 )  # the removal has deleted the registration
-            serving.set_assignments(assignments)
+            served_replicas.set_assignments(assignments)
 
         await follow_despite_bad_nodes(coordinator.follow_replica_assignment, take)
 
-    async def _until_one_of(self, events: Sequence[asyncio.Event], tasks: TaskGroup) -> None:
+    async def _wait_for_event(self, events: Sequence[asyncio.Event], tasks: TaskGroup) -> None:
         """Wait for one of the events; raise the error if one stops the process first."""
         waiting_task = tasks.create_task(_wait_for_one_of(events))
         await asyncio.wait((waiting_task, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -502,25 +506,25 @@ class StorageDaemon:
         self._health.has_started = True
         if not stop.is_set():
             on_ready(self.address)
-        await self._until_one_of((stop,), tasks)
+        await self._wait_for_event((stop,), tasks)
 
-    async def _shut_down(self, serving: ServedReplicas) -> None:
+    async def _shut_down(self, served_replicas: ServedReplicas) -> None:
         """Shut down (rule 5); raise `_StorageStopped`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
-        await self._drain(serving)
+        await self._drain(served_replicas)
         raise _StorageStopped
 
-    async def _drain(self, serving: ServedReplicas | None = None) -> None:
+    async def _drain(self, served_replicas: ServedReplicas | None = None) -> None:
         """Wait until no work and no change of served partitions runs, at most `CLOSE_S_MAX`."""
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
-                if serving is not None:
-                    await serving.pause_changes()
+                if served_replicas is not None:
+                    await served_replicas.pause_changes()
                 await self._is_idle.wait()
         except TimeoutError:
             self._has_pending_work = True
-            _log.warning("storage.shutdown_pending_work count=%d", self._works_count)
+            _log.warning("storage.shutdown_pending_work count=%d", self._running_work_count)
 
     def _on_failure(self, error: BaseException) -> None:
         """Stop the process with an error; only the first error counts."""
@@ -533,17 +537,17 @@ class StorageDaemon:
     def _on_assignment_checked(self) -> None:
         """Accept the connections that wait, because all wanted partitions are served (rule 4)."""
         self._is_assigned.set()
-        links, self._early_links = self._early_links, []
+        links, self._waiting_links = self._waiting_links, []
         for link in links:  # in order: a server's later link replaces its earlier one
             if not link.is_closed:
                 self._accept(link)
 
     def _accept(self, link: Link) -> None:
         if not self._is_assigned.is_set():
-            self._early_links = [
-                early_link for early_link in self._early_links if not early_link.is_closed
+            self._waiting_links = [
+                early_link for early_link in self._waiting_links if not early_link.is_closed
             ]
-            self._early_links.append(link)  # rule 4
+            self._waiting_links.append(link)  # rule 4
             return
         connection = ConnectionId(next(self._numbers))
         link.write_backlog_bytes_max = ANSWERS_BYTES_MAX
@@ -583,11 +587,11 @@ class StorageDaemon:
             ):
                 self._apply_flow_control(effect)
             case service_effects.PartitionIdle():
-                assert self._serving is not None
-                self._serving.on_partition_idle(effect.log.partition_id)
+                assert self._served_replicas is not None
+                self._served_replicas.on_partition_idle(effect.log.partition_id)
             case service_effects.DropPartition():
-                assert self._serving is not None
-                self._serving.stop_serving(effect.log.partition_id, effect.error)
+                assert self._served_replicas is not None
+                self._served_replicas.stop_serving(effect.log.partition_id, effect.error)
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
                 check.add_done_callback(partial(self._post_to_loop, self._on_space_checked))
@@ -608,22 +612,26 @@ class StorageDaemon:
     def _use_archive(self, effect: service_effects.ArchiveEffect) -> None:
         match effect:
             case service_effects.UploadRange(upload):
-                self._submit(self._uploads, self._archive.upload, upload, self._on_upload_done)
+                self._run_on_thread(
+                    self._uploads, self._archive.upload, upload, self._on_upload_done
+                )
             case service_effects.CollectFiles(collection):
-                self._submit(
+                self._run_on_thread(
                     self._uploads,
                     self._archive.collect_garbage,
                     collection,
                     self._on_collection_done,
                 )
             case service_effects.WriteExpiry(expiry):
-                self._submit(self._uploads, self._archive.expire, expiry, self._on_expiry_done)
+                self._run_on_thread(
+                    self._uploads, self._archive.expire, expiry, self._on_expiry_done
+                )
             case service_effects.ReadArchive(read):
-                self._submit(
+                self._run_on_thread(
                     self._archive_reads, self._read_archive, read, self._on_archive_read_done
                 )
 
-    def _submit(
+    def _run_on_thread(
         self,
         threads: CallThreads,
         call: Callable[[JobT], ResultT],
@@ -632,14 +640,14 @@ class StorageDaemon:
     ) -> None:
         """Run a call on a thread; pass its result to `callback` on the event loop's thread."""
 
-        def done(future: "Future[ResultT]") -> None:
+        def on_done(future: "Future[ResultT]") -> None:
             error = future.exception()
             if error is None:
                 callback(job, future.result())
             else:
                 self._on_failure(error)
 
-        threads.submit(call, job).add_done_callback(partial(self._post_to_loop, done))
+        threads.submit(call, job).add_done_callback(partial(self._post_to_loop, on_done))
 
     def _apply_flow_control(
         self,
@@ -674,7 +682,7 @@ class StorageDaemon:
             link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))
 
     def _run_work(self, work: Work) -> None:
-        self._works_count += 1
+        self._running_work_count += 1
         self._is_idle.clear()
         self._writers.run(work)
 
@@ -729,12 +737,12 @@ class StorageDaemon:
             self._post(service.SpaceChecked())
 
     def _on_work_done(self, work: Work, outcome: WriteOutcome) -> None:
-        self._works_count -= 1
+        self._running_work_count -= 1
         if isinstance(outcome, BaseException):
             self._on_failure(outcome)
         else:
             self._post(service.WorkDone(work, outcome))
-        if self._works_count == 0:  # and no more work has followed
+        if self._running_work_count == 0:  # and no more work has followed
             self._is_idle.set()
         if not isinstance(outcome, BaseException):  # after the answers are sent
             self._storage_metrics.count(work, outcome)

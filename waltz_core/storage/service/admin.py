@@ -5,8 +5,8 @@ so that tests can cover every case. `admin_port.py` executes the decisions on th
 `storage_engine.py` and `removal.py`.
 
 A task is a query or a change that a request needs. One `AdminTaskDone` event reports the result of
-each task. Each request is executed by a generator (`Script`), which yields tasks and returns the
-answer.
+each task. Each request is executed by a generator (`RequestHandler`), which yields tasks and
+returns the answer.
 
 Rules:
     1. Changes of all connections are made one at a time, in the order of arrival. Queries do not
@@ -141,7 +141,7 @@ class RunAdminTask:
 
 Effect: TypeAlias = SendAdminResponse | RunAdminTask | Report
 
-Script: TypeAlias = Generator[AdminTask, object, AdminMessage]
+RequestHandler: TypeAlias = Generator[AdminTask, object, AdminMessage]
 _CHANGES: Final = (
     wire.SetAvailable,
     wire.SetAssigned,
@@ -159,13 +159,13 @@ class AdminService:
         self._identity = identity
         self._address = address
         self._task_count = 0
-        self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
+        self._suspended_handlers: dict[int, tuple[AdminRequest, RequestHandler]] = {}
         # The IDs of the tasks after which a request ends (rule 6).
         self._ending_task_ids: set[int] = set()
         self._waiting_requests: deque[AdminRequest] = deque()
         self._running_change: AdminRequest | None = None
         self._effects: list[Effect] = []
-        self._script_makers: dict[type[AdminMessage], Callable[..., Script]] = {
+        self._handler_factories: dict[type[AdminMessage], Callable[..., RequestHandler]] = {
             wire.CheckCluster: self._check_cluster,
             wire.SetAvailable: self._set_available,
             wire.SetAssigned: self._set_assigned,
@@ -195,10 +195,10 @@ class AdminService:
             case AdminRequest():
                 self._receive_request(event)
             case AdminTaskDone():
-                request, script = self._scripts.pop(event.task_id)
+                request, handler = self._suspended_handlers.pop(event.task_id)
                 ends = event.task_id in self._ending_task_ids
                 self._ending_task_ids.discard(event.task_id)
-                self._continue_request(request, script, event.value, ends=ends)
+                self._continue_request(request, handler, event.value, ends=ends)
             case AdminDisconnected():
                 self._end_requests(event.connection)
             case Wakeup():
@@ -209,7 +209,7 @@ class AdminService:
         return effects
 
     def _receive_request(self, request: AdminRequest) -> None:
-        if len(self._scripts) + len(self._waiting_requests) >= WAITING_MAX:
+        if len(self._suspended_handlers) + len(self._waiting_requests) >= WAITING_MAX:
             self._reject_request(
                 request,
                 Overloaded(
@@ -234,25 +234,25 @@ class AdminService:
                 self._waiting_requests.append(request)
         self._ending_task_ids |= {
             task_id
-            for task_id, (request, _) in self._scripts.items()
+            for task_id, (request, _) in self._suspended_handlers.items()
             if request.connection == connection
         }
 
     def _begin_request(self, request: AdminRequest) -> None:
-        self._continue_request(request, self._create_script(request.message), None)
+        self._continue_request(request, self._create_handler(request.message), None)
 
     def _continue_request(
-        self, request: AdminRequest, script: Script, value: object, *, ends: bool = False
+        self, request: AdminRequest, handler: RequestHandler, value: object, *, ends: bool = False
     ) -> None:
         """Continue a request until its next task or its answer.
 
         If `ends` is set, the request ends after the task that is done now.
         """
         try:
-            task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
+            task = handler.throw(value) if isinstance(value, WaltzError) else handler.send(value)
             if ends:
-                # The script raises the error, perhaps with a list of the done partitions.
-                task = script.throw(_disconnected_error())
+                # The handler raises the error, perhaps with a list of the done partitions.
+                task = handler.throw(_disconnected_error())
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
@@ -261,7 +261,7 @@ class AdminService:
             self._reject_request(request, error)
         else:
             self._task_count += 1
-            self._scripts[self._task_count] = (request, script)
+            self._suspended_handlers[self._task_count] = (request, handler)
             self._effects.append(RunAdminTask(self._task_count, task))
             return
         if request is self._running_change:
@@ -290,17 +290,17 @@ class AdminService:
 
     # ------------------------------------------------------------------ requests
 
-    def _create_script(self, message: AdminMessage) -> Script:
-        make_script: Callable[..., Script] = self._script_makers.get(
+    def _create_handler(self, message: AdminMessage) -> RequestHandler:
+        create_handler: Callable[..., RequestHandler] = self._handler_factories.get(
             type(message), self._reject_kind
         )
-        return make_script(message)
+        return create_handler(message)
 
-    def _reject_kind(self, message: AdminMessage) -> Script:
+    def _reject_kind(self, message: AdminMessage) -> RequestHandler:
         yield from ()
         raise BadRequest(f"a storage does not accept {type(message).__name__} at this port")
 
-    def _check_cluster(self, message: wire.CheckCluster) -> Script:
+    def _check_cluster(self, message: wire.CheckCluster) -> RequestHandler:
         yield from ()
         expected = (self._identity.cluster_key, self._identity.partition_count)
         if (message.cluster_key, message.partition_count) != expected:
@@ -311,14 +311,14 @@ class AdminService:
             )
         return wire.Done(message.sequence)
 
-    def _set_available(self, message: wire.SetAvailable) -> Script:
+    def _set_available(self, message: wire.SetAvailable) -> RequestHandler:
         def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
             yield admin_tasks.SetAvailableTask(partition_id, message.is_available)
 
         yield from _for_each(message.partitions, change)
         return wire.Done(message.sequence)
 
-    def _set_assigned(self, message: wire.SetAssigned) -> Script:
+    def _set_assigned(self, message: wire.SetAssigned) -> RequestHandler:
         def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
             if message.is_assigned:
                 yield Assign(partition_id)
@@ -330,14 +330,14 @@ class AdminService:
         yield from _for_each(message.partitions, change)
         return wire.Done(message.sequence)
 
-    def _remove(self, message: wire.RemovePartition) -> Script:
+    def _remove(self, message: wire.RemovePartition) -> RequestHandler:
         partition_id = PartitionId(message.partition_id)
         yield from _remove_partition(
             partition_id, deletes_files=message.deletes_files, is_forced=message.is_forced
         )
         return wire.Done(message.sequence)
 
-    def _mark_suspect(self, message: wire.MarkSuspect) -> Script:
+    def _mark_suspect(self, message: wire.MarkSuspect) -> RequestHandler:
         partition_id = PartitionId(message.partition_id)
         if not message.is_forced:
             state = yield from _zookeeper_state(partition_id)
@@ -351,7 +351,7 @@ class AdminService:
         yield admin_tasks.MarkSuspectTask(partition_id)
         return wire.Done(message.sequence)
 
-    def _re_seed(self, message: wire.ReSeed) -> Script:
+    def _re_seed(self, message: wire.ReSeed) -> RequestHandler:
         partition_id = PartitionId(message.partition_id)
         if not message.is_forced:
             state = yield from _zookeeper_state(partition_id)
@@ -364,7 +364,7 @@ class AdminService:
         yield admin_tasks.ReSeedTask(partition_id)
         return wire.Done(message.sequence)
 
-    def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
+    def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> RequestHandler:
         partitions = yield from _find_held_partitions()
         if isinstance(message, wire.HeldRequest):
             pairs = tuple(
@@ -380,7 +380,7 @@ class AdminService:
             held=tuple(int(partition.partition_id) for partition in partitions),
         )
 
-    def _answer_gauges(self, message: wire.MetricsRequest) -> Script:
+    def _answer_gauges(self, message: wire.MetricsRequest) -> RequestHandler:
         partitions = yield from _find_held_partitions()
         disk_status = yield FindDiskStatus()
         assert isinstance(disk_status, DiskStatus)
@@ -388,13 +388,13 @@ class AdminService:
         assert archive is None or isinstance(archive, ArchiveState)
         return wire.MetricsResponse(message.sequence, gauges_json(partitions, disk_status, archive))
 
-    def _answer_marks(self, message: wire.SessionInfoRequest) -> Script:
-        info = (yield from _inspect(PartitionId(message.partition_id))).info
+    def _answer_marks(self, message: wire.SessionInfoRequest) -> RequestHandler:
+        info = (yield from _replica_status(PartitionId(message.partition_id))).info
         marks = (info.session_id, info.low_water_mark, info.local_low_water_mark)
         return wire.SessionInfoResponse(message.sequence, message.partition_id, *marks)
 
-    def _answer_replica(self, message: wire.ReplicaRequest) -> Script:
-        status = yield from _inspect(PartitionId(message.partition_id), must_be_held=False)
+    def _answer_replica(self, message: wire.ReplicaRequest) -> RequestHandler:
+        status = yield from _replica_status(PartitionId(message.partition_id), must_be_held=False)
         log = status.log or NO_LOG
         return wire.ReplicaResponse(
             message.sequence,
@@ -412,9 +412,9 @@ class AdminService:
             damaged=np.array(log.damaged, dtype=">i8").tobytes(),
         )
 
-    def _scrub(self, message: wire.ScrubRequest) -> Script:
+    def _scrub(self, message: wire.ScrubRequest) -> RequestHandler:
         partition_id = PartitionId(message.partition_id)
-        yield from _inspect(partition_id)
+        yield from _replica_status(partition_id)
         state = yield FindScrubState(partition_id, message.begins)
         if state is None:
             raise BadRequest(
@@ -434,7 +434,7 @@ class AdminService:
             error=state.error,
         )
 
-    def _list_records(self, message: wire.RecordListRequest) -> Script:
+    def _list_records(self, message: wire.RecordListRequest) -> RequestHandler:
         log = yield from _log_of(PartitionId(message.partition_id))
         count = min(message.count_max, ENTRIES_MAX)
         last = TransactionId(min(message.first + count - 1, log.synced_max))
@@ -449,7 +449,7 @@ class AdminService:
 
     # ------------------------------------------------------------------ copying (rule 3)
 
-    def _send_copy(self, message: wire.CopyRequest) -> Script:
+    def _send_copy(self, message: wire.CopyRequest) -> RequestHandler:
         partition_id = PartitionId(message.partition_id)
         log = yield from _log_of(partition_id)
         if message.first < 0:
@@ -474,9 +474,9 @@ class AdminService:
             read.lineage,
         )
 
-    def _receive_copy(self, message: wire.Copy) -> Script:
+    def _receive_copy(self, message: wire.Copy) -> RequestHandler:
         partition_id = PartitionId(message.partition_id)
-        status = yield from _inspect(partition_id)
+        status = yield from _replica_status(partition_id)
         if status.is_available:
             raise BadRequest(
                 f"the replica of partition {partition_id} must be offline while it receives a "
@@ -514,7 +514,7 @@ def _remove_partition(
     partition_id: PartitionId, *, deletes_files: bool, is_forced: bool
 ) -> Generator[AdminTask, object, None]:
     """Remove a partition, if rule 2 allows it."""
-    yield from _inspect(partition_id)
+    yield from _replica_status(partition_id)
     state = yield from _zookeeper_state(partition_id)
     if state.is_assigned:
         raise BadRequest(
@@ -545,7 +545,7 @@ def _is_engaged_error(state: ZooKeeperState) -> str:
     )
 
 
-def _inspect(
+def _replica_status(
     partition_id: PartitionId, *, must_be_held: bool = True
 ) -> Generator[AdminTask, object, ReplicaStatus]:
     status = yield InspectReplica(partition_id)
@@ -556,7 +556,7 @@ def _inspect(
 
 
 def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogStatus]:
-    status = yield from _inspect(partition_id)
+    status = yield from _replica_status(partition_id)
     if status.log is None:
         raise BadRequest(f"the log of partition {partition_id} cannot be read: {status.reason}")
     return status.log

@@ -150,7 +150,7 @@ class ArchiveJobs:
         self._waiting: dict[PartitionId, _ArchiveJob] = {}
         self._reading: _ArchiveJob | None = None
         self._running: _ArchiveTask | None = None
-        self._running_for: _ArchiveJob | None = None  # None if the running job was forgotten
+        self._running_job: _ArchiveJob | None = None  # None if the running job was forgotten
         self._read_at_ms = 0  # when the next piece may be read (rule 5)
         self._progress_ms = 0  # when the running or reading job last progressed
         self._notified_ms: int | None = None  # None before the first progress of these jobs
@@ -189,7 +189,7 @@ class ArchiveJobs:
 
     def _jobs(self) -> Iterator[_ArchiveJob]:
         yield from self._waiting.values()
-        yield from filter(None, (self._reading, self._running_for))
+        yield from filter(None, (self._reading, self._running_job))
 
     def next_step(
         self, now_ms: int
@@ -234,7 +234,7 @@ class ArchiveJobs:
         )
 
     def _run(self, run: _ArchiveTask, job: _ArchiveJob, now_ms: int) -> None:
-        self._running, self._running_for = run, job
+        self._running, self._running_job = run, job
         self._progress_ms = self.running_since_ms = now_ms
         self._is_stalled = False
 
@@ -343,7 +343,7 @@ class ArchiveJobs:
 
     def _end_job(self, run: _ArchiveTask) -> _ArchiveJob | None:
         assert run is self._running, "rule 1"
-        job, self._running, self._running_for = self._running_for, None, None
+        job, self._running, self._running_job = self._running_job, None, None
         self.running_since_ms = None
         return job
 
@@ -383,8 +383,8 @@ class ArchiveJobs:
         self._waiting.pop(partition_id, None)
         if self._reading is not None and self._reading.partition_id == partition_id:
             self._reading = None
-        if self._running_for is not None and self._running_for.partition_id == partition_id:
-            self._running_for = None
+        if self._running_job is not None and self._running_job.partition_id == partition_id:
+            self._running_job = None
 
 
 def _incomplete_error(job: _ArchiveJob, message: ReplaceObject) -> str:

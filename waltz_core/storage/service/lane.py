@@ -53,20 +53,20 @@ class Lane:
     engaged_session: SessionId = NO_SESSION
     writes: deque[LaneRequest] = field(default_factory=deque)
     reads: deque[LaneRequest] = field(default_factory=deque)
-    piece: ScrubPiece | None = None  # the next piece of the scrub
+    scrub_piece: ScrubPiece | None = None  # the next piece of the scrub
     archive_piece: ArchivePiece | None = None
     retention_piece: RetentionPiece | None = None
     was_background_piece: bool = False  # the last work was of the archive or the retention
     work: Work | None = None
     was_read: bool = False
-    has_unmarked: bool = False
-    prepared_max: TransactionId = BEFORE_FIRST  # the end of the log when it was prepared
+    has_unmarked_batches: bool = False
+    prepared_end: TransactionId = BEFORE_FIRST  # the end of the log when it was prepared
     has_lost_files: bool = False  # its files were deleted or replaced; it will be dropped
 
     def take_next(self) -> tuple[tuple[LaneRequest, ...], LanePiece | None]:
         """Remove and return the next requests, or the next piece; neither if nothing waits."""
         assert self.work is None, "rule 1"
-        piece, self.piece = self.piece, None
+        piece, self.scrub_piece = self.scrub_piece, None
         if piece is not None:
             return (), piece
         background_piece = self._next_background_piece()

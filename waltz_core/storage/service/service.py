@@ -429,11 +429,13 @@ class StorageService:
                 raise error
         # Set the promise first: rejected owners must receive this session in the error.
         lane.promise = requested_promise
-        self._fence(lane, error, keep=request.connection)
+        self._fence(lane, error, kept_connection=request.connection)
         lane.owner = request.connection
         self._queue_request(lane, lane.writes, request)
 
-    def _fence(self, lane: Lane, error: WaltzError, *, keep: ConnectionId | None = None) -> None:
+    def _fence(
+        self, lane: Lane, error: WaltzError, *, kept_connection: ConnectionId | None = None
+    ) -> None:
         """End the lane's session: reject its queued requests, and close its connection.
 
         The error must state the reason. If the reason is not a later session, the old owner must
@@ -444,7 +446,7 @@ class StorageService:
             self._send_error(request, error)
         lane.writes.clear()
         lane.reads.clear()
-        if lane.owner not in (None, keep):
+        if lane.owner not in (None, kept_connection):
             self._effects.append(CloseConnection(lane.owner, str(error)))
         lane.owner = None
         lane.engaged_session = NO_SESSION
@@ -577,8 +579,10 @@ class StorageService:
             self._report_event("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
         is_marked = not work.requests and work.piece is None
-        lane.has_unmarked = result.appended_count > 0 or (lane.has_unmarked and not is_marked)
-        if lane.has_unmarked and self._mark_at_ms is None:
+        lane.has_unmarked_batches = result.appended_count > 0 or (
+            lane.has_unmarked_batches and not is_marked
+        )
+        if lane.has_unmarked_batches and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
 
@@ -594,7 +598,7 @@ class StorageService:
             return
         self._mark_at_ms = None
         for lane in self._lanes.values():
-            if lane.has_unmarked and lane.work is None:
+            if lane.has_unmarked_batches and lane.work is None:
                 # A busy log moves its marker with a sync, and is checked again later.
                 self._run_work(lane, ())
 
@@ -602,8 +606,8 @@ class StorageService:
         """Queue the next piece of the scrub, to run after the current work of its partition."""
         while (partition_id := self._scrub.next_partition(now_ms)) is not None:
             lane = self._lanes[partition_id]
-            lane.piece = self._scrub.begin(partition_id, lane.log.synced_max, now_ms)
-            if lane.piece is not None and lane.work is None:
+            lane.scrub_piece = self._scrub.begin(partition_id, lane.log.synced_max, now_ms)
+            if lane.scrub_piece is not None and lane.work is None:
                 self._start_work(lane)
 
     def _report_findings(self, lane: Lane, result: WorkResult) -> None:
@@ -611,7 +615,7 @@ class StorageService:
         partition_id = lane.log.partition_id
         if lane.has_lost_files:
             return  # The result is not about this partition's log.
-        if result.has_released:
+        if result.has_released_reserve:
             self._report_event("storage.reserve_released", partition=partition_id)
         for error in result.failed_reads:
             self._report_event("storage.read_failed", partition=partition_id, error=error)
@@ -689,13 +693,13 @@ class StorageService:
             archived_mark = AckedMarker(TransactionId(message.last), Chain(message.chain))
             self._retention.on_archived(partition_id, archived_mark, now_ms)
         elif isinstance(answer, Prepared):
-            lane.prepared_max = TransactionId(answer.synced_max)
-        elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
+            lane.prepared_end = TransactionId(answer.synced_max)
+        elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_end:
             self._report_event(
                 "storage.replica_repaired",
                 partition=partition_id,
                 session=message.session_id,
-                last_before=lane.prepared_max,
+                last_before=lane.prepared_end,
                 last=message.mark,
             )
 

@@ -128,7 +128,7 @@ class WorkResult:
     scrub_result: ScrubResult | None = None
     archive_read: ArchiveRead | None = None
     log_size: LogSize | None = None  # None after an error, too
-    has_released: bool = False  # the reserve was released for this work
+    has_released_reserve: bool = False  # the reserve was released for this work
 
 
 def _no_clock() -> float:
@@ -186,7 +186,7 @@ class Work:
             else:
                 space.release_reserve()
                 result = self._execute(clock_s)
-                result.has_released = True
+                result.has_released_reserve = True
         return result
 
     def _append_bytes(self) -> int:
