@@ -180,7 +180,7 @@ def _shorten_text(text: str) -> str:
 
 def _write_shortened(verdict: RunVerdict) -> Path:
     """Write a shortened schedule into the working directory, and print the replay command."""
-    shrunk = shrink(verdict, is_late=_deadline(SHRINK_S))
+    shrunk = shrink(verdict, is_out_of_time=_deadline(SHRINK_S))
     path = Path(f"waltz-seed-{verdict.schedule.seed}.json")
     try:
         path.write_text(shrunk.schedule.to_json() + "\n", encoding="utf-8")

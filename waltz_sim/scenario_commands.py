@@ -79,9 +79,9 @@ class ScenarioRunner:
         self.cluster = SimCluster(Schedule(0, setup), checks=self._make_recorder)
         self.is_left_broken = False
         self._triggers: list[tuple[str, str]] = []
-        self._held: SimLink | None = None
+        self._held_link: SimLink | None = None
         self._disks: dict[str, SimDisk] = {}
-        self._kept = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
+        self._copied_nodes = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
         self._client = self.cluster.clients[0]
         self._client.on_settled = self._on_submission_settled
         self._client.on_rejected = self._on_submission_rejected
@@ -204,20 +204,20 @@ class ScenarioRunner:
 
     def hold_messages(self) -> None:
         """Delay the messages on the application's newest link to a server."""
-        self._held = next(reversed(self._client.links.values()))
+        self._held_link = next(reversed(self._client.links.values()))
         self.cluster.network.hold(
-            self._held, lambda: self.recorder.add_milestone("what was held back arrives")
+            self._held_link, lambda: self.recorder.add_milestone("what was held back arrives")
         )
 
     def abandon_link(self) -> None:
         """Close the application's end of the delayed link; the server does not notice this."""
-        assert self._held is not None
-        self.cluster.network.abandon(self._held, "abandoned")
+        assert self._held_link is not None
+        self.cluster.network.abandon(self._held_link, "abandoned")
 
     def release_messages(self) -> None:
         """Deliver the delayed messages, and then the end of their link."""
-        assert self._held is not None
-        self.cluster.network.release(self._held, "abandoned", 50 * US_PER_MS)
+        assert self._held_link is not None
+        self.cluster.network.release(self._held_link, "abandoned", 50 * US_PER_MS)
 
     def repair_network(self) -> None:
         """Remove all blocks in the network, also those from ZooKeeper."""
@@ -425,12 +425,12 @@ class ScenarioRunner:
     def copy_nodes(self) -> None:
         """Keep a copy of the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
-        self._kept = coordinator.metadata, coordinator.marker
+        self._copied_nodes = coordinator.metadata, coordinator.marker
 
     def restore_nodes(self) -> None:
         """Restore the kept copy of the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
-        coordinator.metadata, coordinator.marker = self._kept
+        coordinator.metadata, coordinator.marker = self._copied_nodes
         self.recorder.on_zookeeper_rewritten()
 
     def forget_states(self) -> None:

@@ -20,7 +20,7 @@ from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition_events import PartitionLimits
-from waltz_sim.world.world import stream_of_number
+from waltz_sim.world.world import random_of_number
 
 if TYPE_CHECKING:
     from random import Random
@@ -91,7 +91,7 @@ class Setup:
             slice_rows_max=self.slice_rows_max,
             feed_frame_count_max=8,
             feed_request_count_min=16,
-            fetches_max=2,
+            concurrent_fetches_max=2,
             high_water_mark_staleness_ms_max=400,
             session_wait_ms_max=2_000,
             checkpoint_interval_count=self.checkpoint_interval_count,
@@ -162,13 +162,13 @@ class Schedule:
 
 
 def schedule_of(
-    seed: int, weights: Mapping[str, int], *, only: Iterable[str] | None = None
+    seed: int, weights: Mapping[str, int], *, allowed_kinds: Iterable[str] | None = None
 ) -> Schedule:
     """Draw a schedule from a seed. `weights` has the kinds of faults and their frequencies.
 
-    `only` limits the kinds that the schedule may contain.
+    `allowed_kinds` limits the kinds that the schedule may contain.
     """
-    rng = stream_of_number(seed ^ 0x5EED)
+    rng = random_of_number(seed ^ 0x5EED)
     replicas = rng.choice((1, 3, 3, 3, 3, 3, 5))
     setup = Setup(
         replicas=replicas,
@@ -187,16 +187,16 @@ def schedule_of(
         range_bytes_max=rng.choice((300, 1_024)),
         is_unbounded=rng.random() < 0.05,
         # Each of these has its own random stream, so that older seeds keep their meaning.
-        has_large_batches=stream_of_number(seed ^ 0x1A26E).random() < 0.2,
-        scrub_interval_ms=stream_of_number(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
-        followers=stream_of_number(seed ^ 0xF078E).choice((0, 0, 2, 4)),
-        context_clients=stream_of_number(seed ^ 0xC0417).choice((0, 0, 0, 0, 0, 0, 1, 2)),
-        has_new_owner_ids=stream_of_number(seed ^ 0x1D5).random() < 0.5,
-        quorum_ms_max=stream_of_number(seed ^ 0x9007).choice((4_000, 4_000, 4_000, 700)),
+        has_large_batches=random_of_number(seed ^ 0x1A26E).random() < 0.2,
+        scrub_interval_ms=random_of_number(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
+        followers=random_of_number(seed ^ 0xF078E).choice((0, 0, 2, 4)),
+        context_clients=random_of_number(seed ^ 0xC0417).choice((0, 0, 0, 0, 0, 0, 1, 2)),
+        has_new_owner_ids=random_of_number(seed ^ 0x1D5).random() < 0.5,
+        quorum_ms_max=random_of_number(seed ^ 0x9007).choice((4_000, 4_000, 4_000, 700)),
     )
     setup = _with_archive(seed, setup)
     share = rng.choice((0.3, 0.6, 0.9))
-    allowed = set(weights if only is None else only)
+    allowed = set(weights if allowed_kinds is None else allowed_kinds)
     kinds = [kind for kind in weights if kind not in LATER_KINDS and rng.random() < share]
     kinds = [kind for kind in kinds if kind in allowed]
     gap_us = rng.choice((30, 100, 300)) * 1_000
@@ -213,7 +213,7 @@ def schedule_of(
 
 def _with_archive(seed: int, setup: Setup) -> Setup:
     """Give some worlds an archive, and small segments and short sessions to remove segments."""
-    rng = stream_of_number(seed ^ 0xA2C41)
+    rng = random_of_number(seed ^ 0xA2C41)
     if rng.random() >= ARCHIVE_SHARE:
         return setup
     setup = dataclasses.replace(
@@ -228,7 +228,7 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
         restored_count=rng.choice((0, 0, 1, 20)),
         expires=rng.random() < 0.5,
         is_unbounded=rng.random() < UNBOUNDED_ARCHIVE_SHARE or setup.is_unbounded,
-        collection_interval_ms=stream_of_number(seed ^ 0xA2CB).choice(
+        collection_interval_ms=random_of_number(seed ^ 0xA2CB).choice(
             (3_600_000, 3_600_000, 300, 30)
         ),
     )
@@ -246,7 +246,7 @@ def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
         number, times, needs_archive = LATER_KINDS[kind]
         if needs_archive and not setup.archive_interval_ms:
             continue
-        rng = stream_of_number(seed ^ number)
+        rng = random_of_number(seed ^ number)
         faults += [
             Fault(at_us, kind, rng.getrandbits(32))
             for at_us in times(rng, setup.duration_ms * 1_000)

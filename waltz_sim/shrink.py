@@ -6,7 +6,7 @@ fault depends only on its own chance (`schedule.py`, rule 1).
 Rules:
     1. A shorter schedule is kept only if it breaks the same rule.
     2. No part of a schedule grows: faults are removed, sizes are reduced, the time is shortened.
-    3. The effort is limited by a number of runs, and by the caller (`is_late`).
+    3. The effort is limited by a number of runs, and by the caller (`is_out_of_time`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,12 +48,12 @@ def shrink(
     verdict: RunVerdict,
     *,
     runs_max: int = RUNS_MAX,
-    is_late: Callable[[], bool] = lambda: False,
+    is_out_of_time: Callable[[], bool] = lambda: False,
     run_one: Run = run,
 ) -> ShrunkSchedule:
     """Shorten the schedule of a failed run."""
     assert verdict.rule is not None
-    search = _Search(verdict, runs_max, is_late, run_one)
+    search = _Search(verdict, runs_max, is_out_of_time, run_one)
     search.shorten()
     return ShrunkSchedule(search.best.schedule, search.best, search.run_count)
 
@@ -62,13 +62,13 @@ class _Search:
     """The shortest failing schedule so far, and the search for a shorter one."""
 
     def __init__(
-        self, verdict: RunVerdict, runs_max: int, is_late: Callable[[], bool], run_one: Run
+        self, verdict: RunVerdict, runs_max: int, is_out_of_time: Callable[[], bool], run_one: Run
     ) -> None:
         self.best = verdict
         self.run_count = 0
         self._rule = verdict.rule
         self._runs_max = runs_max
-        self._is_late = is_late
+        self._is_out_of_time = is_out_of_time
         self._run = run_one
 
     @property
@@ -85,7 +85,7 @@ class _Search:
             self._reduce_setup()
 
     def _is_over(self) -> bool:
-        return self.run_count >= self._runs_max or self._is_late()
+        return self.run_count >= self._runs_max or self._is_out_of_time()
 
     def _try_candidate(self, candidate: Schedule) -> bool:
         """Run a schedule; if it breaks the same rule, keep it and return True (rule 1)."""

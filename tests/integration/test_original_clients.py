@@ -248,6 +248,6 @@ def test_a_client_that_catches_up_needs_one_storage_read_for_many_transactions()
                 await poll_until(lambda: len(applied) == 2_000)
             assert applied == [(each, each) for each in range(2_000)]
             # Headers, a single transaction, and the remaining transactions in ranges of 64 KiB.
-            assert reads.fetches <= 10
+            assert reads.fetch_count <= 10
 
     run(main())

@@ -90,7 +90,7 @@ class Owner:
     def load(self) -> Iterator[None]:
         """Ask for blocks and take them, until all is learned; yield before each turn."""
         replicas = [ReplicaId(str(each)) for each in range(3)]
-        effects = self.lock_loader.query_locks(SessionId(1), replicas, 0, holds=True)
+        effects = self.lock_loader.query_locks(SessionId(1), replicas, 0, must_hold_appends=True)
         while effects or self.lock_loader.due_ms(0) == 0:
             for fetch in effects:
                 if isinstance(fetch, Fetch):

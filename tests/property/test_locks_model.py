@@ -32,7 +32,7 @@ class Model:
         self.slots = [mark] * slot_count
         self.entered: list[tuple[int, int, int]] = []  # ID, slot, and what that held before
 
-    def clamp(self, mark: int) -> None:
+    def undo_entries_above(self, mark: int) -> None:
         """Undo all entries above the mark."""
         for entered_id, position, before in reversed(self.entered):
             if entered_id > mark:
@@ -128,9 +128,9 @@ def test_the_table_validates_like_the_model(
         high = min(high + commits, next_id - 1)
         table.on_committed(TransactionId(high))
         if fate == "c":  # the session is lost with the rows in flight; the lineage continues
-            table.clamp(TransactionId(high))
-            single.clamp(TransactionId(high))
-            model.clamp(high)
+            table.undo_entries_above(TransactionId(high))
+            single.undo_entries_above(TransactionId(high))
+            model.undo_entries_above(high)
             assert table._slots.tolist() == single._slots.tolist() == model.slots
             next_id = high + 1
         elif fate == "r":

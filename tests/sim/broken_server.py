@@ -40,7 +40,7 @@ def fences_end_with_a_release() -> Patches:
 @switch
 def lost_locks_are_not_clamped() -> Patches:
     """The locks of transactions that were lost stay in the lock table."""
-    yield replaced(LockTable, "clamp", do_nothing)
+    yield replaced(LockTable, "undo_entries_above", do_nothing)
 
 
 @switch
@@ -71,11 +71,11 @@ def locks_written_at_commit() -> Patches:
         return without_entries(self, lambda: validate_one(self, locks, mark, **marks), next_id)
 
     def committed_then_entered(self, last, chain, *, now_ms):
-        entries = later.pop(id(self._table), [])
+        entries = later.pop(id(self._lock_table), [])
         for entered, slot in entries:
             if entered <= last:
-                self._table._slots[slot] = max(entered, self._table._slots[slot])
-        later[id(self._table)] = [entry for entry in entries if entry[0] > last]
+                self._lock_table._slots[slot] = max(entered, self._lock_table._slots[slot])
+        later[id(self._lock_table)] = [entry for entry in entries if entry[0] > last]
         return committed(self, last, chain, now_ms=now_ms)
 
     yield replaced(LockTable, "validate", validate_later)
@@ -330,7 +330,7 @@ def mark_answered_without_proof() -> Patches:
         return True
 
     def _answer_mark(self, event, *, needs_proof=False):
-        self._out.append(self._current_mark_answer(event))
+        self._effects.append(self._current_mark_answer(event))
 
     yield replaced(LinearizableRequests, "is_fresh", is_fresh)
     yield replaced(Partition, "_answer_mark", _answer_mark)
@@ -423,13 +423,13 @@ def gap_between_lock_blocks_ignored() -> Patches:
 @switch
 def lock_blocks_replace_newer_locks() -> Patches:
     """The locks of lock blocks replace newer ones, written since the session opened."""
-    refine = LockTable.refine
+    enter_older_locks = LockTable.enter_older_locks
 
     def refine_all(self, floor, lower_floor, locks, ids):
         np.minimum(self._slots, floor, out=self._slots)
-        refine(self, floor, lower_floor, locks, ids)
+        enter_older_locks(self, floor, lower_floor, locks, ids)
 
-    yield replaced(LockTable, "refine", refine_all)
+    yield replaced(LockTable, "enter_older_locks", refine_all)
 
 
 @switch
@@ -445,10 +445,10 @@ def append_locks_missing_in_lock_blocks() -> Patches:
 
             return no_append_locks
 
-        entered, writers = without(validation.entered_locks), without(validation.writers_of)
+        entered, lock_rows = without(validation.entered_locks), without(validation.lock_rows_of)
         with (
             replaced(validation, "entered_locks", entered),
-            replaced(validation, "writers_of", writers),
+            replaced(validation, "lock_rows_of", lock_rows),
         ):
             return rows(pending, stop, table, position)
 
@@ -456,9 +456,9 @@ def append_locks_missing_in_lock_blocks() -> Patches:
         piece = singles(group, table, position)
         assigned = [pending.message for pending in group if pending.transaction_id >= 0]
         locks = [lock for each in assigned for lock in each.write_locks]
-        writers = bytes(row for row, each in enumerate(assigned) for _ in each.write_locks)
+        lock_rows = bytes(row for row, each in enumerate(assigned) for _ in each.write_locks)
         packed = np.array(locks, dtype=">i4").tobytes()
-        return piece._replace(locks=packed, writers=writers)
+        return piece._replace(locks=packed, lock_rows=lock_rows)
 
     yield replaced(pipeline, "validate_rows", validate_rows)
     yield replaced(pipeline, "validate_singles", validate_singles)

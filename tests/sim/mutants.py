@@ -168,7 +168,7 @@ def _shrink_schedule(name: str, verdict: RunVerdict) -> RunVerdict:
     return shrink(
         verdict,
         runs_max=SHRINK_RUNS_MAX,
-        is_late=lambda: time.process_time() >= end_s,
+        is_out_of_time=lambda: time.process_time() >= end_s,
         run_one=lambda schedule: _run_with_limit(name, schedule),
     ).verdict
 

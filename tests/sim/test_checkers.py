@@ -775,14 +775,14 @@ def written_lock(world):
 def test_lock_bound_detects_a_lock_below_its_writer(world):
     lock = written_lock(world)
     world.checks.locks.check_lock(world.owner, lock)
-    world.owner.partition.pipeline._table = LockTable(1009, -1)
+    world.owner.partition.pipeline._lock_table = LockTable(1009, -1)
     with fails("LockBound"):
         world.checks.locks.check_lock(world.owner, lock)
 
 
 def test_reserve_held_detects_entries_above_the_last_assigned_id(world):
     world.checks.locks.check_table(world.owner)
-    world.owner.partition.pipeline._table.reset(world.history.last + 1_000)
+    world.owner.partition.pipeline._lock_table.reset(world.history.last + 1_000)
     with fails("ReserveHeld"):
         world.checks.locks.check_table(world.owner)
     with fails("ReserveHeld"):
@@ -986,9 +986,11 @@ def test_bounded_detects_too_much_lag(world):
             world.checks.on_sent_to_replica(world.owner, effect)
 
 
-@pytest.mark.parametrize("field", ["queue_bytes_max", "in_flight_bytes_max", "fetches_max"])
+@pytest.mark.parametrize(
+    "field", ["queue_bytes_max", "in_flight_bytes_max", "concurrent_fetches_max"]
+)
 def test_bounded_detects_too_large_queues(world, field):
-    limits = {"queue_bytes_max": 1, "in_flight_bytes_max": 1 << 20, "fetches_max": 2}
+    limits = {"queue_bytes_max": 1, "in_flight_bytes_max": 1 << 20, "concurrent_fetches_max": 2}
     world.cluster.limits = SimpleNamespace(**{**limits, field: -10})
     with fails("Bounded"):
         world.checks.limits.on_server_stepped(world.owner)

@@ -86,7 +86,9 @@ def test_shrinking_has_a_bounded_number_of_runs(runs_max):
 
 def test_shrinking_ends_at_its_time_limit():
     model = Model()
-    shrunk = shrink(model.run(schedule()), is_late=lambda: model.run_count > 3, run_one=model.run)
+    shrunk = shrink(
+        model.run(schedule()), is_out_of_time=lambda: model.run_count > 3, run_one=model.run
+    )
     assert model.run_count == 4
     assert shrunk.verdict.rule == "Fork"
 

@@ -462,21 +462,21 @@ def _verify_data(rows: AppendRows) -> None:
 
 
 def encode_records(
-    rows: AppendRows, keep: Mask | None, first: TransactionId, req_id: ReqId
+    rows: AppendRows, kept_rows: Mask | None, first: TransactionId, req_id: ReqId
 ) -> EncodedBatch:
     """Encode rows as records with IDs from `first` on.
 
-    `keep` is a mask of the rows to encode, at least one; None means all rows. `req_id` is the
+    `kept_rows` is a mask of the rows to encode, at least one; None means all rows. `req_id` is the
     request ID of row 0. The caller has checked that the sequence number of the last row fits into
     31 bits.
     """
     assert req_id.sequence + rows.count - 1 <= 0x7FFFFFFF
     data, lengths, crcs, headers = rows.data, rows.lengths, rows.crcs, rows.headers
     row_numbers = np.arange(rows.count, dtype=np.int64)
-    if keep is not None and not keep.all():
-        data = data.filter(arrow_buffers.as_booleans(keep))
-        lengths, crcs, headers = lengths[keep], crcs[keep], headers[keep]
-        row_numbers = row_numbers[keep]
+    if kept_rows is not None and not kept_rows.all():
+        data = data.filter(arrow_buffers.as_booleans(kept_rows))
+        lengths, crcs, headers = lengths[kept_rows], crcs[kept_rows], headers[kept_rows]
+        row_numbers = row_numbers[kept_rows]
     count = row_numbers.size
     assert count > 0
     prefixes = raw_records.encode_prefixes(
@@ -507,12 +507,12 @@ def encode_records(
     )
 
 
-def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryview, I64]:
-    """Copy the records for which `keep` is true into a new run; return the run and its lengths."""
-    kept_lengths = lengths[keep]
+def select_records(records: Buffer, lengths: I64, kept_rows: Mask) -> tuple[memoryview, I64]:
+    """Copy the records of `kept_rows` into a new run; return the run and its lengths."""
+    kept_lengths = lengths[kept_rows]
     if kept_lengths.size == 0:
         return memoryview(b""), kept_lengths
-    chosen = arrow_buffers.as_binary(records, lengths).filter(arrow_buffers.as_booleans(keep))
+    chosen = arrow_buffers.as_binary(records, lengths).filter(arrow_buffers.as_booleans(kept_rows))
     return memoryview(chosen.buffers()[2])[: int(kept_lengths.sum())], kept_lengths
 
 

@@ -59,7 +59,8 @@ class PartitionLimits:
       high-water marks without another proof.
     - `session_wait_ms_max`: how long a request other than an append waits for a store session
       before it is rejected.
-    - `fences_max`: number of disconnected clients whose highest connection sequence is kept.
+    - `remembered_clients_max`: number of disconnected clients whose highest connection sequence is
+      kept.
     - `checkpoint_interval_count`: number of transactions after which a new session starts, at most
       every `checkpoint_interval_ms`, to raise the low-water marks. The session starts earlier if
       the store reports that a checkpoint is due, and later while the store archives.
@@ -81,8 +82,8 @@ class PartitionLimits:
     feed_frame_count_max: int = 4_096
     feed_request_count_min: int = 10_000
     range_bytes_max: int = 4 * MIB
-    fetches_max: int = 8
-    fences_max: int = 262_144
+    concurrent_fetches_max: int = 8
+    remembered_clients_max: int = 262_144
     high_water_mark_staleness_ms_max: int = 2_000
     session_wait_ms_max: int = 5_000
     checkpoint_interval_count: int = 250_000

@@ -70,17 +70,17 @@ class RetriedTask(Process):
         self._is_over = False
         self._attempt(1)
 
-    def _poll_rows(self, left: int) -> None:
+    def _poll_rows(self, tries_left: int) -> None:
         """End the second attempt when the log contains all of its rows (rule 2)."""
         if all(row.transaction_id != BEFORE_FIRST for row in self._rows):
             self._is_over = True  # ends the second attempt
             for link in list(self.links.values()):
                 self._cluster.network.close(link, NEAR)
             self._on_rows_written()
-        elif left:
-            self.call_after_us(POLL_INTERVAL_US, lambda: self._poll_rows(left - 1))
+        elif tries_left:
+            self.call_after_us(POLL_INTERVAL_US, lambda: self._poll_rows(tries_left - 1))
 
-    def _attempt(self, sequence: int, left: int = ATTEMPTS_MAX) -> None:
+    def _attempt(self, sequence: int, tries_left: int = ATTEMPTS_MAX) -> None:
         """Mount with a connection sequence, and append all rows; retry as a client does."""
         cluster, owner = self._cluster, self._cluster.owner
 
@@ -89,8 +89,8 @@ class RetriedTask(Process):
             return
 
         def retry() -> None:
-            if left and not self._is_over:
-                self.call_after_us(RETRY_US, lambda: self._attempt(sequence, left - 1))
+            if tries_left and not self._is_over:
+                self.call_after_us(RETRY_US, lambda: self._attempt(sequence, tries_left - 1))
 
         def mount(link: SimLink) -> None:
             request = MountWriter(self._req_id(0), sequence, LATEST_MARK, wants_feed=False)

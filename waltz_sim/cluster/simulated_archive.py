@@ -121,7 +121,7 @@ class SimArchive:
         self._world = cluster.world
         self._rng = cluster.world.stream("archive")
         self._chance = self._rng.random
-        self._late_rng = cluster.world.stream("late collections")
+        self._late_collection_rng = cluster.world.stream("late collections")
         self.files: dict[str, StoredFile] = {}
         self.original_files: dict[
             str, StoredFile
@@ -282,8 +282,8 @@ class SimArchive:
             )
 
         late_us = 0
-        if self.lost_answer_share and self._late_rng.random() < self.lost_answer_share:
-            late_us = self._late_rng.randrange(LATE_US_MAX)
+        if self.lost_answer_share and self._late_collection_rng.random() < self.lost_answer_share:
+            late_us = self._late_collection_rng.randrange(LATE_US_MAX)
         storage.call_after_us(self._rng.randint(*REQUEST_US) + self.extra_delay_us + late_us, begin)
 
     def modified_ms(self, name: str) -> int:

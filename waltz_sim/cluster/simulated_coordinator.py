@@ -253,14 +253,14 @@ class SimCoordinator:
         self._notify_of_expiry(server)
 
     def _notify_of_expiry(self, server: "SimServer") -> None:
-        def learn() -> None:
+        def notify_owner() -> None:
             if self._is_unreachable(server):
-                server.call_after_us(50_000, learn)
+                server.call_after_us(50_000, notify_owner)
                 return
             server.release_ownership()
             self.register_server(server)
 
-        server.call_after_us(self._delay_us() + 1_000, learn)
+        server.call_after_us(self._delay_us() + 1_000, notify_owner)
 
     def assign(self) -> None:
         """Assign the partition to a live server if its owner is dead."""
@@ -304,9 +304,9 @@ class SimCoordinator:
             return
         self._pending_watches[name] = server.incarnation
 
-        def fire() -> None:
+        def notify() -> None:
             if self._is_unreachable(server):
-                server.call_after_us(100_000, fire)
+                server.call_after_us(100_000, notify)
                 return
             self._pending_watches.pop(name, None)
             seen = self.assignment
@@ -317,7 +317,7 @@ class SimCoordinator:
                 self._notified_us[name] = at_us
                 server.call_after_us(at_us - self._world.now_us, lambda: server.on_assigned(seen))
 
-        server.call_after_us(self.draw_watch_delay_us(), fire)
+        server.call_after_us(self.draw_watch_delay_us(), notify)
 
     def draw_watch_delay_us(self) -> int:
         """Return the delay in µs until a watch fires."""

@@ -190,14 +190,16 @@ class SimServer(Process):
         self.cluster.network.end_links(self, is_silent=is_silent)
         self.cluster.coordinator.watch_server(self)
 
-    def _kill_if_planned(self, thing: object, *, is_after: bool) -> bool:
+    def _kill_if_planned(self, event_or_effect: object, *, is_after: bool) -> bool:
         """Kill this server if a fault plans it at this event or effect; return whether it did."""
         if self.planned_death is None:
             return False
         point, is_wanted_after, on_death = self.planned_death
-        if isinstance(thing, session_events.SendToReplica | session_events.ReplicaResponded):
-            thing = thing.message
-        if type(thing).__name__ != point or is_after != is_wanted_after:
+        if isinstance(
+            event_or_effect, session_events.SendToReplica | session_events.ReplicaResponded
+        ):
+            event_or_effect = event_or_effect.message
+        if type(event_or_effect).__name__ != point or is_after != is_wanted_after:
             return False
         self.planned_death = None
         on_death()

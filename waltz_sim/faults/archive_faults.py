@@ -120,7 +120,7 @@ def damage_objects(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-def _repair_objects(cluster: SimCluster, left: int) -> None:
+def _repair_objects(cluster: SimCluster, tries_left: int) -> None:
     """Request the replacement of a damaged object repeatedly, until no object is damaged.
 
     If no storage has the records, the files are at last restored from a copy of the archive.
@@ -129,15 +129,17 @@ def _repair_objects(cluster: SimCluster, left: int) -> None:
     damaged = [each for each in _listed_objects(cluster) if archive.is_damaged(each)]
     if cluster.is_recovering or not damaged:
         return
-    if not left:
+    if not tries_left:
         archive.restore_files()
         return
-    name, first, last, *_ = damaged[left % len(damaged)]
-    attempt = left // REQUESTS_OF_AN_ATTEMPT
+    name, first, last, *_ = damaged[tries_left % len(damaged)]
+    attempt = tries_left // REQUESTS_OF_AN_ATTEMPT
     _request(
-        cluster, left, lambda req_id: ObjectReplacementRequest(req_id, name, first, last, attempt)
+        cluster,
+        tries_left,
+        lambda req_id: ObjectReplacementRequest(req_id, name, first, last, attempt),
     )
-    cluster.world.call_after_us(20 * US_PER_MS, lambda: _repair_objects(cluster, left - 1))
+    cluster.world.call_after_us(20 * US_PER_MS, lambda: _repair_objects(cluster, tries_left - 1))
 
 
 def _listed_objects(cluster: SimCluster) -> "list[ObjectEntry]":
@@ -145,11 +147,13 @@ def _listed_objects(cluster: SimCluster) -> "list[ObjectEntry]":
     return cluster.archive.listed_objects(None if marker is None else marker.archived)
 
 
-def _request(cluster: SimCluster, turn: int, make: "Callable[[ReqId], ClientMessage]") -> None:
+def _request(
+    cluster: SimCluster, client_number: int, make_request: "Callable[[ReqId], ClientMessage]"
+) -> None:
     """Send the request of a command on the connection of any client."""
     connected = [each for each in cluster.clients if each.is_up]
     if connected:
-        connected[turn % len(connected)].request(make)
+        connected[client_number % len(connected)].request(make_request)
 
 
 def expire_objects(cluster: SimCluster, rng: "Random") -> bool:
@@ -163,11 +167,13 @@ def expire_objects(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-def _request_expiry(cluster: SimCluster, before: TransactionId, left: int) -> None:
-    if cluster.is_recovering or not left:
+def _request_expiry(cluster: SimCluster, before: TransactionId, tries_left: int) -> None:
+    if cluster.is_recovering or not tries_left:
         return
-    _request(cluster, left, lambda req_id: ExpireRequest(req_id, before, 0))
-    cluster.world.call_after_us(20 * US_PER_MS, lambda: _request_expiry(cluster, before, left - 1))
+    _request(cluster, tries_left, lambda req_id: ExpireRequest(req_id, before, 0))
+    cluster.world.call_after_us(
+        20 * US_PER_MS, lambda: _request_expiry(cluster, before, tries_left - 1)
+    )
 
 
 def expire_rows_in_doubt(cluster: SimCluster, rng: "Random") -> bool:
@@ -183,14 +189,14 @@ def expire_rows_in_doubt(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-def _expire_all(cluster: SimCluster, left: int) -> None:
-    if cluster.is_recovering or not left:
+def _expire_all(cluster: SimCluster, tries_left: int) -> None:
+    if cluster.is_recovering or not tries_left:
         return
     assert cluster.checks.archive is not None
     before = TransactionId(cluster.checks.history.last + 1)
     cluster.checks.archive.on_expiry_requested(before)
     _request_expiry(cluster, before, 1)
-    cluster.world.call_after_us(50 * US_PER_MS, lambda: _expire_all(cluster, left - 1))
+    cluster.world.call_after_us(50 * US_PER_MS, lambda: _expire_all(cluster, tries_left - 1))
 
 
 def power_loss_at_removal(cluster: SimCluster, rng: "Random") -> bool:
@@ -198,10 +204,10 @@ def power_loss_at_removal(cluster: SimCluster, rng: "Random") -> bool:
     disk = choose_storage(cluster, rng).disk
     on_injected, steps = count_callback(cluster, "power_loss_at_removal"), rng.randint(1, 6)
 
-    def removing() -> None:
+    def plan_power_loss() -> None:
         disk.plan_fault(disk.step_count + steps, DiskFault.POWER_LOSS, on_injected)
 
-    disk.plan_fault_at_call(("unlink",), None, removing)
+    disk.plan_fault_at_call(("unlink",), None, plan_power_loss)
     return False
 
 
@@ -232,7 +238,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
     directions = [(owner.name, each.name) for each in lagging]
     directions += [(each.name, owner.name) for each in lagging]
 
-    def die() -> None:
+    def stop_last_quorum() -> None:
         cluster.checks.count("quorum of a reset replica away")
         for server in cluster.servers:
             cluster.kill(server)
@@ -240,7 +246,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
             each.kill()
             keep_down(cluster, each, 2_000)
 
-    def empty() -> None:
+    def remove_segments() -> None:
         cluster.network.unblock(directions)
         if not cluster.is_recovering and victim.is_up and cluster.budget.may_lose_data(victim):
             cluster.checks.count("fault lose_a_reset_replica")
@@ -249,11 +255,11 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
             for path in [each for each in victim.disk.files() if each.suffix in SEGMENT_SUFFIXES]:
                 victim.disk.remove(path)
             victim.start()
-            victim.planned_death = ("ResetLog", True, die)
+            victim.planned_death = ("ResetLog", True, stop_last_quorum)
 
     for direction in directions:
         cluster.network.block(*direction)
-    cluster.world.call_after_us(rng.randrange(5, 60) * US_PER_MS, empty)
+    cluster.world.call_after_us(rng.randrange(5, 60) * US_PER_MS, remove_segments)
     return False
 
 
@@ -261,16 +267,16 @@ def lose_marks(cluster: SimCluster, rng: "Random") -> bool:
     """Restore ZooKeeper's data from before a session's last archived marks, if it has any."""
     is_recent = rng.random() < 0.7
 
-    def strike(left: int) -> None:
-        if cluster.is_recovering or not left:
+    def try_to_lose_marks(tries_left: int) -> None:
+        if cluster.is_recovering or not tries_left:
             return
         if _lose_marks(cluster, rng, is_recent=is_recent):
             cluster.checks.count("fault lose_marks")
         else:
-            cluster.world.call_after_us(10 * US_PER_MS, lambda: strike(left - 1))
+            cluster.world.call_after_us(10 * US_PER_MS, lambda: try_to_lose_marks(tries_left - 1))
 
     if may_rewrite(cluster):
-        strike(MARK_POLLS_MAX)
+        try_to_lose_marks(MARK_POLLS_MAX)
     return False
 
 
@@ -325,12 +331,14 @@ def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
     return False
 
 
-def _accept(cluster: SimCluster, replica: "ReplicaId", left: int) -> None:
+def _accept(cluster: SimCluster, replica: "ReplicaId", tries_left: int) -> None:
     """Run the command; run it again if it dies because a server claims a session meanwhile."""
 
     def on_decision(decision: RebuildDecision | None) -> None:
-        if decision is None and left > 1:
-            cluster.world.call_after_us(20 * US_PER_MS, lambda: _accept(cluster, replica, left - 1))
+        if decision is None and tries_left > 1:
+            cluster.world.call_after_us(
+                20 * US_PER_MS, lambda: _accept(cluster, replica, tries_left - 1)
+            )
 
     if not cluster.is_recovering:
         DisasterRecovery(cluster, on_decision, accepted=replica, may_lose_archived=True)

@@ -90,11 +90,11 @@ def full_disk(cluster: SimCluster, rng: "Random") -> bool:
     disk.capacity_bytes = used + rng.choice((0, 100, 2_000))
     disk.on_full = count_callback(cluster, "full_disk")
 
-    def empty() -> None:
+    def free_space() -> None:
         disk.capacity_bytes = disk.on_full = None
 
     empty_after_ms = rng.randrange(100, 2_000)
-    cluster.world.call_after_us(empty_after_ms * US_PER_MS, empty)
+    cluster.world.call_after_us(empty_after_ms * US_PER_MS, free_space)
     if rng.random() < 0.4:
         cluster.world.call_after_us(
             rng.randrange(empty_after_ms) * US_PER_MS, lambda: cluster.kill(storage)
@@ -229,20 +229,20 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
 def rot(cluster: SimCluster, rng: "Random") -> bool:
     """Flip bits in a file, while its storage runs or while it is down."""
 
-    def flip(storage: SimStorage, path: Path, size: int) -> None:
+    def flip_bits(storage: SimStorage, path: Path, size: int) -> None:
         for _ in range(rng.choice((1, 1, 3))):
             storage.disk.flip_bits(path, rng.randrange(size), 1 << rng.randrange(8))
 
-    return _damage_file(cluster, rng, flip)
+    return _damage_file(cluster, rng, flip_bits)
 
 
 def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
     """Flip a bit on the disk, while the page cache still has the correct data."""
 
-    def flip(storage: SimStorage, path: Path, size: int) -> None:
+    def flip_bit_on_disk(storage: SimStorage, path: Path, size: int) -> None:
         storage.disk.flip_bits_unseen(path, rng.randrange(size), 1 << rng.randrange(8))
 
-    return _damage_file(cluster, rng, flip)
+    return _damage_file(cluster, rng, flip_bit_on_disk)
 
 
 def memory_pressure(cluster: SimCluster, rng: "Random") -> bool:
@@ -288,34 +288,34 @@ def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
 def stale_page(cluster: SimCluster, rng: "Random") -> bool:
     """Revert a page to an older state, as if the disk had acknowledged later writes falsely."""
 
-    def age(storage: SimStorage, path: Path, size: int) -> None:
+    def revert_page(storage: SimStorage, path: Path, size: int) -> None:
         old = next((each.contents.files.get(path, b"") for each in storage.snapshots), b"")
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
         storage.disk.overwrite(path, page, old[page : page + PAGE_BYTES].ljust(PAGE_BYTES, b"\0"))
 
-    return _damage_file(cluster, rng, age, is_plausible=True)
+    return _damage_file(cluster, rng, revert_page, is_plausible=True)
 
 
 def cut_file(cluster: SimCluster, rng: "Random") -> bool:
     """Shorten or remove a file of a stopped storage."""
 
-    def cut(storage: SimStorage, path: Path, size: int) -> None:
+    def shorten_or_remove(storage: SimStorage, path: Path, size: int) -> None:
         if rng.random() < 0.2:
             storage.disk.remove(path)
         else:
             storage.disk.shorten_file(path, rng.choice((0, rng.randrange(size), size - 1)))
 
-    return _damage_file(cluster, rng, cut, is_at_rest=True)
+    return _damage_file(cluster, rng, shorten_or_remove, is_at_rest=True)
 
 
 def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
     """Make one of a partition's two slots unreadable."""
 
-    def spoil(storage: SimStorage, path: Path, size: int) -> None:
+    def corrupt_slot(storage: SimStorage, path: Path, size: int) -> None:
         at = SLOT_BLOCK_BYTES * rng.randrange(2) + rng.randrange(200)
         storage.disk.flip_bits(path, min(at, size - 1))
 
-    return _damage_file(cluster, rng, spoil, names=(SLOTS_NAME,))
+    return _damage_file(cluster, rng, corrupt_slot, names=(SLOTS_NAME,))
 
 
 def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
@@ -409,13 +409,13 @@ def _damageable_files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[
 def _damage_file(
     cluster: SimCluster,
     rng: "Random",
-    how: DamageFile,
+    damage: DamageFile,
     *,
     names: tuple[str, ...] = (),
     is_at_rest: bool = False,
     is_plausible: bool = False,
 ) -> bool:
-    """Damage a file of a storage with `how`; return whether the budget has allowed it.
+    """Damage a file of a storage with `damage`; return whether the budget has allowed it.
 
     No component can detect a loss at the end of a log, or `is_plausible` data, which is valid but
     old.
@@ -437,7 +437,7 @@ def _damage_file(
     cluster.budget.record_loss(storage)
     cluster.checks.on_disk_corrupted(storage)
     cluster.world.note(f"{storage.name}: {path} is spoiled")
-    how(storage, path, len(storage.disk.visible_content(path)))
+    damage(storage, path, len(storage.disk.visible_content(path)))
     cluster.checks.count(
         f"spoiled {path.suffix if path.parent != STORAGE_DIRECTORY else path.name}"
     )

@@ -53,20 +53,20 @@ def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
     """Start a killed process after `away_ms`, and not earlier."""
     cluster.kept_down[process.name] = None
 
-    def back() -> None:
+    def start_again() -> None:
         cluster.kept_down.pop(process.name, None)
         process.start()
 
-    cluster.world.call_after_us(away_ms * US_PER_MS, back)
+    cluster.world.call_after_us(away_ms * US_PER_MS, start_again)
 
 
 def restore_trust_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
     """Let an operator trust a disk again, after its storage has started with untrusted syncs."""
 
-    def trust_again() -> None:
+    def trust_disk_again() -> None:
         if storage.log is None:  # The storage has not opened its log with this setting yet.
-            cluster.world.call_after_us(1_000 * US_PER_MS, trust_again)
+            cluster.world.call_after_us(1_000 * US_PER_MS, trust_disk_again)
         else:
             storage.trusts_fsync = True
 
-    cluster.world.call_after_us(after_ms * US_PER_MS, trust_again)
+    cluster.world.call_after_us(after_ms * US_PER_MS, trust_disk_again)

@@ -27,7 +27,7 @@ from waltz_sim.faults import (
 )
 from waltz_sim.faults.injection import InjectFault
 from waltz_sim.schedule import Fault, Schedule, schedule_of
-from waltz_sim.world.world import stream_of_number
+from waltz_sim.world.world import random_of_number
 
 
 def plan(cluster: SimCluster, schedule: Schedule) -> None:
@@ -40,7 +40,7 @@ def _action(cluster: SimCluster, fault: Fault) -> Callable[[], None]:
     def inject() -> None:
         if cluster.is_recovering:
             return
-        rng = stream_of_number(fault.chance)
+        rng = random_of_number(fault.chance)
         cluster.world.note(f"fault {fault.kind}")
         if KINDS[fault.kind](cluster, rng):
             cluster.checks.count(f"fault {fault.kind}")
@@ -206,11 +206,11 @@ assert KINDS.keys() >= {*THEMES, *_ALWAYS_POSSIBLE}
 
 def rough_schedule_of(seed: int) -> Schedule:
     """Draw a rough schedule from a seed (rule 4)."""
-    rng = stream_of_number(seed ^ 0x20064)
+    rng = random_of_number(seed ^ 0x20064)
     theme = rng.sample(THEMES, rng.randint(3, 6))
     weights = {kind: rng.choice((16, 30)) if kind in theme else 3 for kind in WEIGHTS}
-    only = None if rng.random() < 0.5 else {*theme, *_ALWAYS_POSSIBLE}
-    schedule = schedule_of(seed, weights, only=only)
+    allowed_kinds = None if rng.random() < 0.5 else {*theme, *_ALWAYS_POSSIBLE}
+    schedule = schedule_of(seed, weights, allowed_kinds=allowed_kinds)
     if rng.random() < 0.6:
         schedule = schedule.with_setup(segment_bytes_max=rng.choice((600, 1_200, 2_048)))
     if rng.random() < 0.3:

@@ -57,11 +57,11 @@ def storage_away(cluster: SimCluster, rng: "Random") -> bool:
     cluster.kept_down[storage.name] = None
     storage.kill(is_silent=rng.random() < 0.5)
 
-    def back() -> None:
+    def start_again() -> None:
         cluster.kept_down.pop(storage.name, None)
         storage.start()
 
-    cluster.world.call_after_us(rng.randrange(500, 4_000) * US_PER_MS, back)
+    cluster.world.call_after_us(rng.randrange(500, 4_000) * US_PER_MS, start_again)
     return True
 
 
@@ -194,11 +194,11 @@ def kill_client(cluster: SimCluster, rng: "Random") -> bool:
     client.kill(is_silent=rng.random() < 0.3)
     cluster.workload.drop_submissions(client)
 
-    def back() -> None:
+    def start_again() -> None:
         if not client.is_up:
             cluster.start_client(client)
 
-    cluster.world.call_after_us(rng.randrange(1, 500) * US_PER_MS, back)
+    cluster.world.call_after_us(rng.randrange(1, 500) * US_PER_MS, start_again)
     return True
 
 

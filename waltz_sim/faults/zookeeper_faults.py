@@ -133,7 +133,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     stale_reads = rng.choice((0.0, 0.6))
     successor = rng.choice(successors) if rng.random() < 0.4 else None
 
-    def take_over() -> None:
+    def move_partition_away() -> None:
         if cluster.is_recovering or owner.name not in coordinator.cut_off:
             return
         if successor is not None:
@@ -144,10 +144,10 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
         for client in leaving:
             _break_links_repeatedly(cluster, client, rng.randrange(10, 300))
 
-    def reach_replicas() -> None:
+    def reconnect_to_replicas() -> None:
         cluster.network.unblock(directions)
 
-    def reach_zookeeper() -> None:
+    def reconnect_to_zookeeper() -> None:
         if (
             successor is not None
             and not cluster.is_recovering
@@ -157,9 +157,9 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
         coordinator.cut_off.pop(owner.name, None)
         coordinator.stale_read_share = 0.0
 
-    cluster.world.call_after_us(rng.randrange(1, 40) * US_PER_MS, take_over)
-    cluster.world.call_after_us(rng.randrange(200, 3_000) * US_PER_MS, reach_replicas)
-    cluster.world.call_after_us(rng.randrange(300, 3_000) * US_PER_MS, reach_zookeeper)
+    cluster.world.call_after_us(rng.randrange(1, 40) * US_PER_MS, move_partition_away)
+    cluster.world.call_after_us(rng.randrange(200, 3_000) * US_PER_MS, reconnect_to_replicas)
+    cluster.world.call_after_us(rng.randrange(300, 3_000) * US_PER_MS, reconnect_to_zookeeper)
     return True
 
 
@@ -266,12 +266,12 @@ def duel(cluster: SimCluster, rng: "Random") -> bool:
         coordinator.watch_delay_ms_max = 1_000
     coordinator.set_owner(rng.choice(others))
 
-    def come_back() -> None:
+    def return_partition() -> None:
         coordinator.watch_delay_ms_max = 20
         if coordinator.has_session.get(owner.name) and rng.random() < 0.7:
             coordinator.set_owner(owner.name)
 
-    cluster.world.call_after_us(rng.randrange(5, 600) * US_PER_MS, come_back)
+    cluster.world.call_after_us(rng.randrange(5, 600) * US_PER_MS, return_partition)
     return True
 
 
@@ -352,15 +352,15 @@ def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", aft
             "disaster recovery interrupted" if decision is None else "disaster recovery done"
         )
         if decision is None and again_ms is not None:
-            cluster.world.call_after_us(again_ms * US_PER_MS, run_again)
+            cluster.world.call_after_us(again_ms * US_PER_MS, rerun_command)
 
-    def run_again() -> None:
+    def rerun_command() -> None:
         if not cluster.is_recovering:
             DisasterRecovery(cluster, lambda _: None, accepted=accepted)
 
-    def run(left: int = 20) -> None:
-        if left and accepted != BEST_REPLICA and cluster.storages[accepted].log is None:
-            cluster.world.call_after_us(50 * US_PER_MS, lambda: run(left - 1))
+    def run(tries_left: int = 20) -> None:
+        if tries_left and accepted != BEST_REPLICA and cluster.storages[accepted].log is None:
+            cluster.world.call_after_us(50 * US_PER_MS, lambda: run(tries_left - 1))
         elif not cluster.is_recovering:
             DisasterRecovery(cluster, on_decision, accepted=accepted, dies_after=dies_after)
 

@@ -117,15 +117,18 @@ class LimitGuarantees:
             pipeline.in_flight_bytes,
             2 * limits.in_flight_bytes_max,
         )
-        fetches, fetches_max = server.fetch_count, limits.fetches_max + IN_FLIGHT_MAX
+        fetches, concurrent_fetches_max = (
+            server.fetch_count,
+            limits.concurrent_fetches_max + IN_FLIGHT_MAX,
+        )
         if queued > queued_max:
             self._fail_over_limit(server, f"{queued} bytes queued, {queued_max} allowed")
         if in_flight_bytes > in_flight_bytes_max:
             self._fail_over_limit(
                 server, f"{in_flight_bytes} bytes in flight, {in_flight_bytes_max} allowed"
             )
-        if fetches > fetches_max:
-            self._fail_over_limit(server, f"{fetches} fetches, {fetches_max} allowed")
+        if fetches > concurrent_fetches_max:
+            self._fail_over_limit(server, f"{fetches} fetches, {concurrent_fetches_max} allowed")
 
     def _fail_over_limit(self, server: "SimServer", what: str) -> None:
         self._state.fail("Bounded", f"{server.name}: {what}")

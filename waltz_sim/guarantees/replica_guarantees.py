@@ -239,20 +239,22 @@ class ReplicaGuarantees:
             )
 
     def _check_truncation(
-        self, storage: "SimStorage", log: "PartitionLog", cut: "_RequestedTruncation"
+        self, storage: "SimStorage", log: "PartitionLog", truncation: "_RequestedTruncation"
     ) -> None:
         """9. NoCutCommitted: check that no truncated row was in the log with the same chain.
 
         A replica that no session needs may lose rows that the archive has, before it is reset.
         """
-        last_to_keep = cut.last_to_keep
+        last_to_keep = truncation.last_to_keep
         is_needed = self._sessions.is_trusted(log.promised, storage.name)
         archived_last = BEFORE_FIRST if is_needed else self._state.archived_last
         self._truncations.pop(storage.name, None)
         chains = self._state.history.chains
         batches = self._batches_on_disk.get(storage.name, {})
         for chain, last in [each for each in batches.items() if each[1] > last_to_keep]:
-            is_acked = archived_last < last <= cut.committed_last and chains.get(last) == chain
+            is_acked = (
+                archived_last < last <= truncation.committed_last and chains.get(last) == chain
+            )
             if is_acked and storage.name not in self.corrupted:
                 self._state.fail(
                     "NoCutCommitted",

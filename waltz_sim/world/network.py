@@ -49,7 +49,7 @@ class HeldMessages(NamedTuple):
     """Messages of a dialler that the far end does not receive yet (rule 6)."""
 
     messages: list[Message]
-    on_late: "Callable[[], None]"  # called when the first message finally reaches the far end
+    on_late_delivery: "Callable[[], None]"  # called when the first message reaches the far end
 
 
 class SimLink:
@@ -262,9 +262,9 @@ class Network:
 
     # ---- late messages (rule 6)
 
-    def hold(self, link: SimLink, on_late: "Callable[[], None]") -> None:
+    def hold(self, link: SimLink, on_late_delivery: "Callable[[], None]") -> None:
         """Hold back messages to the far end until `release`."""
-        link.held = HeldMessages([], on_late)
+        link.held = HeldMessages([], on_late_delivery)
 
     def abandon(self, link: SimLink, reason: str) -> None:
         """End a held link for its near end only."""
@@ -302,7 +302,7 @@ class Network:
     @staticmethod
     def _arrive_late(arrive: "Callable[[], None]", link: SimLink, held: HeldMessages) -> None:
         if link.is_open[FAR]:
-            held.on_late()
+            held.on_late_delivery()
         arrive()
 
     # ---- faults between machines

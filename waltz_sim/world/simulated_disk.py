@@ -105,7 +105,7 @@ class SimFile:
 
     def _check(self) -> None:
         disk = self._disk
-        if disk.is_off:
+        if disk.is_powered_off:
             raise PowerLoss
         assert self._boot == disk.boot_count, "the file was opened before the power loss"
         assert self._is_open, f"{self._path} is closed"
@@ -252,7 +252,7 @@ class SimDisk:
         self._plans: dict[int, _PlannedFault] = {}  # by the number of the step
         self._call_plans: list[tuple[Collection[str], _PlannedFault]] = []
         self.read_plans: dict[int, OnInjected | None] = {}  # by the number of the read
-        self.is_off = False
+        self.is_powered_off = False
         self._names: dict[Path, Inode] = {}
         self._durable_names: dict[Path, Inode] = {}
         self._journal: list[_NameChange] = []  # changes of names that are not durable, oldest first
@@ -401,7 +401,7 @@ class SimDisk:
         self._journal.clear()
         self._names = dict(self._durable_names)
         self.cancel_plans()
-        self.is_off = False
+        self.is_powered_off = False
         self.boot_count += 1
         self.open_count = 0
 
@@ -467,7 +467,7 @@ class SimDisk:
         self._directories = set(contents.directories)
         self._journal.clear()
         self.cancel_plans()
-        self.is_off = self.is_lying = False
+        self.is_powered_off = self.is_lying = False
         self.boot_count += 1
         self.open_count = 0
 
@@ -489,7 +489,7 @@ class SimDisk:
 
     def check_power(self) -> None:
         """Raise PowerLoss if the machine is off."""
-        if self.is_off:
+        if self.is_powered_off:
             raise PowerLoss
 
     def step(self, what: str, path: Path) -> DiskFault | None:
@@ -528,7 +528,7 @@ class SimDisk:
         if fault is None:
             return
         if fault is DiskFault.POWER_LOSS:
-            self.is_off = True
+            self.is_powered_off = True
             raise PowerLoss
         if fault is DiskFault.DISK_FULL:
             if self.on_full is not None:

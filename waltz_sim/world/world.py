@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _MASK: Final = (1 << 64) - 1
 
 
-def stream_of_number(number: int) -> Random:
+def random_of_number(number: int) -> Random:
     """Return a random stream that depends only on a number."""
     return Random(number)  # noqa: S311 - it must be repeatable
 
@@ -76,7 +76,7 @@ class World:
     ) -> None:
         self.seed = seed
         self.is_calm = is_calm
-        self.rng = stream_of_number(seed)
+        self.rng = random_of_number(seed)
         self.now_us = 0
         self.step_count = 0
         self.is_traced = is_traced
@@ -105,7 +105,7 @@ class World:
         """Return a new random stream that depends only on the seed and the name (rule 3)."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "big")
-        return MiddleRandom(number) if self.is_calm else stream_of_number(number)
+        return MiddleRandom(number) if self.is_calm else random_of_number(number)
 
     def note(self, text: str) -> None:
         """Add a line to the trace; do nothing if the world is not traced."""

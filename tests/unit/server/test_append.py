@@ -970,7 +970,9 @@ def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
     world.open(5, follows_own_session=False)
     lock_loader = world.pipeline.lock_loader
-    (fetch,) = lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
+    (fetch,) = lock_loader.query_locks(
+        SessionId(1), (ReplicaId("s1:1"),), world.now_ms, must_hold_appends=True
+    )
     assert isinstance(fetch, Fetch)
     world.single(write=[1], mark=3)
     world.single(write=[2], mark=4)
@@ -986,7 +988,9 @@ def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
 def test_the_wait_for_the_lock_table_is_limited() -> None:
     world = World(is_open=False)
     world.open(5, follows_own_session=False)
-    world.pipeline.lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
+    world.pipeline.lock_loader.query_locks(
+        SessionId(1), (ReplicaId("s1:1"),), 0, must_hold_appends=True
+    )
     world.single(write=[1], mark=3)
     world.single(write=[1], mark=5)
     assert world.pipeline.due_ms(0) == HOLD_APPENDS_MS_MAX

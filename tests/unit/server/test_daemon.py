@@ -134,8 +134,8 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
     assert not await server._hand_over_partition(1, 1)
     assert coordinator.requested == [0, 1, 1]
     # So the server gets no partitions, although it seems idle.
-    assert not server._make_rebalancer()._is_fit()
-    assert server_of(coordinator)._make_rebalancer()._is_fit()
+    assert not server._make_rebalancer()._can_serve_partitions()
+    assert server_of(coordinator)._make_rebalancer()._can_serve_partitions()
 
 
 @run_on_loop

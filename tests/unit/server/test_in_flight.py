@@ -7,9 +7,9 @@ from waltz_core.server.append.in_flight import BatchDraft
 
 def test_a_draft_has_the_distance_of_each_lock_to_its_last_id():
     draft = BatchDraft()
-    for first, last, writers in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):
+    for first, last, lock_rows in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):
         part = EncodedBatch(first, last, b"", memoryview(b""), b"", 0)
-        draft.add(part, bytes(4 * len(writers)), writers)
+        draft.add(part, bytes(4 * len(lock_rows)), lock_rows)
     assert list(draft.distances()) == [12 - 7, 12 - 9, 12 - 9, 0, 1]
     draft.add(
         EncodedBatch(13, 7 + DISTANCES_TRANSACTIONS_MAX, b"", memoryview(b""), b"", 0), b"", b""

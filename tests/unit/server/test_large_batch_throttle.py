@@ -53,7 +53,7 @@ def test_large_requests_are_delayed_only_for_small_requests_of_others(
 
 
 def test_without_sharing_no_request_is_delayed() -> None:
-    throttle = LargeBatchThrottle(is_on=False)
+    throttle = LargeBatchThrottle(is_enabled=False)
     throttle.on_large_batch_started(FLOOD, 0)
     throttle.on_small_request_started(MODEST, 0)
     assert throttle.large_allowed_at_ms(0) == 0
@@ -121,17 +121,17 @@ def throttle_with_latencies(took_ms: list[int]) -> LargeBatchThrottle:
 
 
 def test_slow_small_requests_lengthen_the_pauses_for_a_while() -> None:
-    assert throttle_with_latencies([9]).factor > PAUSE_FACTOR_FIRST
-    assert throttle_with_latencies([500] * 100).factor == PAUSE_FACTOR_MAX
+    assert throttle_with_latencies([9]).pause_factor > PAUSE_FACTOR_FIRST
+    assert throttle_with_latencies([500] * 100).pause_factor == PAUSE_FACTOR_MAX
 
 
 def test_fast_small_requests_shorten_the_pauses() -> None:
-    assert throttle_with_latencies([6]).factor < PAUSE_FACTOR_FIRST
-    assert throttle_with_latencies([6] * 5_000).factor == PAUSE_FACTOR_MIN
+    assert throttle_with_latencies([6]).pause_factor < PAUSE_FACTOR_FIRST
+    assert throttle_with_latencies([6] * 5_000).pause_factor == PAUSE_FACTOR_MIN
 
 
 def test_one_slow_request_in_two_hundred_does_not_change_the_pauses() -> None:
-    assert throttle_with_latencies(([6] * 199 + [30]) * 3).factor == pytest.approx(
+    assert throttle_with_latencies(([6] * 199 + [30]) * 3).pause_factor == pytest.approx(
         PAUSE_FACTOR_FIRST
     )
 
@@ -143,9 +143,9 @@ def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
         throttle.on_small_request_finished(start_ms, start_ms + slow)
     throttle.on_large_batch_started(FLOOD, 200_100)
     throttle.on_small_request_finished(200_100, 200_123)
-    assert throttle.factor < PAUSE_FACTOR_FIRST  # less than a fifth above 20 ms
+    assert throttle.pause_factor < PAUSE_FACTOR_FIRST  # less than a fifth above 20 ms
     throttle.on_small_request_finished(200_100, 200_140)
-    assert throttle.factor > PAUSE_FACTOR_FIRST
+    assert throttle.pause_factor > PAUSE_FACTOR_FIRST
 
 
 def test_times_during_a_piece_do_not_count_as_calm() -> None:
@@ -154,10 +154,10 @@ def test_times_during_a_piece_do_not_count_as_calm() -> None:
     throttle.on_small_request_finished(100, 200)
     throttle.on_large_batch_finished(100, 200)
     throttle.on_small_request_finished(190, 250)  # a piece was in flight when it came
-    assert throttle.factor < PAUSE_FACTOR_FIRST  # the calm time is not known yet
+    assert throttle.pause_factor < PAUSE_FACTOR_FIRST  # the calm time is not known yet
     throttle.on_small_request_finished(201, 206)
     throttle.on_small_request_finished(190, 250)
-    assert throttle.factor > PAUSE_FACTOR_FIRST
+    assert throttle.pause_factor > PAUSE_FACTOR_FIRST
 
 
 def throttle_after_flood(for_ms: int) -> LargeBatchThrottle:
@@ -176,13 +176,13 @@ def throttle_after_flood(for_ms: int) -> LargeBatchThrottle:
 
 def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
     throttle = throttle_after_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
-    factor = throttle.factor
+    factor = throttle.pause_factor
     throttle.on_small_request_finished(200_000, 200_009)
-    assert throttle.factor > factor
+    assert throttle.pause_factor > factor
 
 
 def test_an_outdated_calm_time_is_not_used() -> None:
     throttle = throttle_after_flood(BASELINE_KEPT_MS + 20_000)
-    factor = throttle.factor
+    factor = throttle.pause_factor
     throttle.on_small_request_finished(200_000, 200_009)
-    assert throttle.factor < factor
+    assert throttle.pause_factor < factor

@@ -52,9 +52,11 @@ class World:
         for each in outcomes:
             (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
 
-    def query_locks(self, session: int = SESSION, *, holds: bool = True) -> None:
+    def query_locks(self, session: int = SESSION, *, must_hold_appends: bool = True) -> None:
         self.take(
-            self.lock_loader.query_locks(SessionId(session), REPLICAS, self.now_ms, holds=holds)
+            self.lock_loader.query_locks(
+                SessionId(session), REPLICAS, self.now_ms, must_hold_appends=must_hold_appends
+            )
         )
 
     def answer(self, data: bytes, fetch: Fetch | None = None) -> None:
@@ -165,7 +167,7 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
 
 def test_locks_written_during_the_refill_are_kept() -> None:
     world = World()
-    world.query_locks(holds=False)
+    world.query_locks(must_hold_appends=False)
     assert not world.lock_loader.is_holding_appends(world.now_ms)
     world.table.validate_one(
         ([1_005], [], []),
@@ -223,7 +225,7 @@ def test_a_later_session_of_the_same_owner_continues_loading() -> None:
     world.run()
     late = world.fetches[-1]
     world.lock_loader.stop()
-    world.query_locks(SESSION + 1, holds=False)
+    world.query_locks(SESSION + 1, must_hold_appends=False)
     world.answer(blocks(0, MARK), late)
     assert world.run() == 0
     assert world.lock_loader.floor == 5
@@ -244,14 +246,14 @@ def test_missing_blocks_are_not_requested_again() -> None:
     assert world.lock_loader.floor == 5
     # The first replica was queried at another floor, the other two have no blocks at this one.
     world.lock_loader.stop()
-    world.query_locks(SESSION + 1, holds=False)
+    world.query_locks(SESSION + 1, must_hold_appends=False)
     assert [each.replica for each in world.fetches[3:]] == [REPLICAS[0]]
     world.answer(blocks(8, MARK + 2))
     world.run()
     reports = len(world.reports)
     for session in range(SESSION + 2, SESSION + 9):
         world.lock_loader.stop()
-        world.query_locks(session, holds=False)
+        world.query_locks(session, must_hold_appends=False)
         assert world.lock_loader.due_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
@@ -273,7 +275,7 @@ def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
     world.run()
     assert world.lock_loader.floor == 7
     world.lock_loader.stop()
-    world.query_locks(SESSION + 1, holds=False)
+    world.query_locks(SESSION + 1, must_hold_appends=False)
     world.answer(b"")
     world.run()
     assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])

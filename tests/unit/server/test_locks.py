@@ -119,7 +119,7 @@ def test_a_row_with_a_repeated_lock_does_not_conflict_with_itself() -> None:
 def test_clamping_the_lock_table_removes_uncommitted_transactions() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
-    table.clamp(TransactionId(1))
+    table.undo_entries_above(TransactionId(1))
     assert (table.estimate(1), table.estimate(2), table.estimate(3)) == (1, 0, 0)
     assert validate(table, {"w": [2]}, mark=0, high=1).ids.tolist() == [2]
 
@@ -131,7 +131,7 @@ def test_a_lost_append_does_not_reject_its_retry() -> None:
     # Other appends commit; the session ends while the next writer of the lock is in flight.
     validate(table, *({"w": [other]} for other in range(2, 10)), mark=1, high=1, next_id=2)
     validate(table, {"w": [1]}, mark=1, high=1, next_id=10)
-    table.clamp(TransactionId(9))
+    table.undo_entries_above(TransactionId(9))
     assert table.estimate(1) == 1
     assert validate(table, {"w": [1]}, mark=1, high=9, next_id=10).ids.tolist() == [10]
 
@@ -148,7 +148,7 @@ def test_locks_in_flight_before_a_reset_are_not_undone_after_it() -> None:
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
     # Another owner may have written any lock up to ID 1; then this owner returns.
     table.reset(TransactionId(1))
-    table.clamp(TransactionId(1))
+    table.undo_entries_above(TransactionId(1))
     assert [table.estimate(lock) for lock in (1, 2, 3)] == [1, 1, 1]
     assert validate(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
 
@@ -157,7 +157,7 @@ def test_without_undo_entries_no_lock_stays_above_the_mark() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, next_id=1)
     validate(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
-    table.clamp(TransactionId(1))
+    table.undo_entries_above(TransactionId(1))
     assert [table.estimate(lock) for lock in (1, 10, 9_999)] == [1, 1, 1]
     assert validate(table, {"w": [1, 10]}, mark=1, high=1).ids.tolist() == [2]
 
@@ -242,9 +242,11 @@ def test_a_refill_never_lowers_a_lock_below_its_writer() -> None:
     table = table_at(9)
     validate(table, {"w": [3]}, mark=9, high=9)
     ids = np.array([9, 7, 7], dtype=np.int64)
-    table.refine(TransactionId(9), TransactionId(6), np.array([1, 2, 3], dtype=np.int32), ids)
+    table.enter_older_locks(
+        TransactionId(9), TransactionId(6), np.array([1, 2, 3], dtype=np.int32), ids
+    )
     assert [table.estimate(lock) for lock in (1, 2, 3, 4)] == [9, 7, 10, 6]
-    table.refine(
+    table.enter_older_locks(
         TransactionId(6),
         TransactionId(-1),
         np.array([1, 4], dtype=np.int32),

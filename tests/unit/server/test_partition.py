@@ -528,7 +528,7 @@ def test_headers_for_an_ended_feed_are_not_fetched(is_closed: bool) -> None:
     for fetch in world.fetches[:8]:
         world.step(FetchAnswered(fetch.token, headers(fetch, 1)))
     assert len(world.fetches) == 8
-    assert not world.partition.reads._jobs
+    assert not world.partition.reads._range_fetches
 
 
 def test_an_older_connection_cannot_mount_again() -> None:

@@ -51,11 +51,11 @@ def test_all_partitions_share_the_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "is_wanted"),
+    ("after", "should_fetch"),
     [(0, False), (1, True), (NEAR_DISTANCE_MAX, True), (NEAR_DISTANCE_MAX + 1, False)],
 )
-def test_sequential_requests_are_read_ahead(after: int, is_wanted: bool) -> None:
+def test_sequential_requests_are_read_ahead(after: int, should_fetch: bool) -> None:
     ahead = ReadAhead(CacheBudget(1 << 20))
     ahead.note_fetched_up_to(TransactionId(100))
-    assert ahead.is_wanted(TransactionId(100 + after)) is is_wanted
-    assert not ahead.is_wanted(TransactionId(99))
+    assert ahead.should_fetch(TransactionId(100 + after)) is should_fetch
+    assert not ahead.should_fetch(TransactionId(99))

@@ -103,7 +103,7 @@ def headers(fetch: Fetch, count: int) -> RangeBytes:
 
 
 def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None:
-    each = reads(fetches_max=2)
+    each = reads(concurrent_fetches_max=2)
     first = fetch_of(request_range(each, 0, 9))
     second = fetch_of(request_range(each, 10, 19))
     assert request_range(each, 20, 29) == []
@@ -118,7 +118,7 @@ def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None
 
 
 def test_reads_only_for_closed_connections_are_not_fetched() -> None:
-    each = reads(fetches_max=1)
+    each = reads(concurrent_fetches_max=1)
     first = fetch_of(request_range(each, 0, 9))
     for number in range(10, 60, 10):
         assert request_range(each, number, number + 9) == []
@@ -133,7 +133,7 @@ def test_reads_only_for_closed_connections_are_not_fetched() -> None:
     assert isinstance(third, Fetch)
     assert third.message.first == 70  # for a feed
     assert len(each.on_range_fetched(third.token, headers(third, 10), 0)) == 1
-    assert not each._jobs
+    assert not each._range_fetches
 
 
 def test_a_retry_for_a_closed_connection_is_dropped() -> None:
@@ -148,19 +148,19 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
     assert each.wake(RETRY_FIRST_MS) == []
 
 
-@pytest.mark.parametrize("nearby", [REPLICAS, REPLICAS[:2]])
-def test_nearby_replicas_are_queried_in_turn(nearby: list[ReplicaId]) -> None:
+@pytest.mark.parametrize("replicas_in_group", [REPLICAS, REPLICAS[:2]])
+def test_nearby_replicas_are_queried_in_turn(replicas_in_group: list[ReplicaId]) -> None:
     each = reads()
-    each.nearby = set() if nearby == REPLICAS else set(nearby)
+    each.replicas_in_group = set() if replicas_in_group == REPLICAS else set(replicas_in_group)
     replicas = [
         fetch_of(request_range(each, 10 * number, 10 * number + 9)).replica for number in range(6)
     ]
-    assert sorted(replicas) == sorted(6 // len(nearby) * nearby)
+    assert sorted(replicas) == sorted(6 // len(replicas_in_group) * replicas_in_group)
 
 
 def test_nearby_replicas_of_the_session_are_queried_first() -> None:
     each = reads()
-    each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
+    each.replicas_in_group = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
     fetches = [fetch_of(request_range(each, 10 * number, 10 * number + 9)) for number in range(4)]
     assert [fetch.replica for fetch in fetches] == 4 * [REPLICAS[1]]
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetches[0].token, "gone"), 0))
@@ -274,7 +274,7 @@ def test_an_answer_from_an_earlier_session_is_accepted() -> None:
 
 @pytest.mark.parametrize("is_good", [True, False])
 def test_a_read_in_progress_counts_towards_the_limit_after_a_timeout(is_good: bool) -> None:
-    each = reads(fetches_max=1)
+    each = reads(concurrent_fetches_max=1)
     fetch = fetch_of(request_range(each, 0, 9, sequence=1))
     each.abandon()
     each.on_session_opened(SessionId(5), TransactionId(99))
@@ -303,7 +303,7 @@ def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
 
 
 def test_abandoning_returns_the_requests() -> None:
-    each = reads(fetches_max=1)
+    each = reads(concurrent_fetches_max=1)
     fetch = fetch_of(request_range(each, 0, 9, sequence=1))
     request_range(each, 10, 19, sequence=2)
     assert [one.message.req_id.sequence for one in each.abandon()] == [1, 2]
@@ -441,7 +441,7 @@ def test_sequential_reads_are_read_ahead() -> None:
     assert each.cache_reads()["transaction", "hit"] == 11
     fetch = fetch_of(request_data(each, 20))
     assert fetch.message.last == 20 + PREFETCH_COUNT_MAX - 1
-    assert each.fetches == 3
+    assert each.fetch_count == 3
 
 
 def test_random_reads_are_not_read_ahead() -> None:
@@ -472,7 +472,7 @@ def test_read_ahead_ranges_are_not_requested_twice() -> None:
     assert more.message.first == 10
     answers = each.on_range_fetched(more.token, whole_records(more, 10, 11), 0)
     assert [data_of(answer) for answer in answers] == [written_data(10), written_data(11)]
-    assert each.fetches == 3
+    assert each.fetch_count == 3
 
 
 def test_damage_in_the_read_ahead_does_not_affect_earlier_ranges() -> None:
@@ -576,7 +576,7 @@ def test_a_feed_fails_when_all_replicas_report_damage_for_long() -> None:
     assert outcome.error.retriable
     assert "transactions 0..9: !object a: lost" in str(outcome.error)
     assert each.wake_at_ms is None
-    assert not each._jobs
+    assert not each._range_fetches
 
 
 def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:

@@ -138,11 +138,11 @@ def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.M
     piece = validate_singles(group, LockTable(1009, BEFORE_FIRST), in_flight)
     assert [pending.reason for pending in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
-    assert list(piece.writers) == [0, 0, 1, 1]
+    assert list(piece.lock_rows) == [0, 0, 1, 1]
     pending = with_locks(writes, reads, appends)
     piece = validate_rows(pending, 3, LockTable(1009, BEFORE_FIRST), in_flight)
     assert pending.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
-    found = zip(struct.unpack(">4i", piece.locks), piece.writers, strict=True)
+    found = zip(struct.unpack(">4i", piece.locks), piece.lock_rows, strict=True)
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
 
 
@@ -151,9 +151,9 @@ def test_large_batches_carry_no_lock_distances() -> None:
     in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
     whole = validate_singles(group, LockTable(10_007, BEFORE_FIRST), in_flight)
     assert whole.locks == struct.pack(f">{len(group)}i", *range(len(group)))
-    assert whole.writers == b""
+    assert whole.lock_rows == b""
     few = validate_singles(group[1:], LockTable(10_007, BEFORE_FIRST), in_flight)
-    assert list(few.writers) == list(range(DISTANCES_TRANSACTIONS_MAX))
+    assert list(few.lock_rows) == list(range(DISTANCES_TRANSACTIONS_MAX))
 
 
 def test_all_locks_of_an_accepted_batch_are_reported() -> None:
@@ -161,7 +161,7 @@ def test_all_locks_of_an_accepted_batch_are_reported() -> None:
     in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
     piece = validate_rows(pending, 2, LockTable(1009, BEFORE_FIRST), in_flight)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
-    assert list(piece.writers) == [0, 1, 1]
+    assert list(piece.lock_rows) == [0, 1, 1]
 
 
 def test_sequence_numbers_that_run_out_are_rejected() -> None:

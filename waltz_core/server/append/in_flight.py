@@ -54,25 +54,25 @@ class InFlightBatch:
 class BatchDraft:
     """The rows that this turn and earlier turns have admitted, but not submitted yet.
 
-    `waiting` has the tokens of the mounts that wait until the whole draft is final. `is_urgent`:
-    the draft goes to the store at once, even while a batch is in flight.
+    `waiting` has the tokens of the mounts that wait until the whole draft is final.
+    `must_submit_now`: the draft goes to the store at once, even while a batch is in flight.
     """
 
     parts: list[EncodedBatch] = field(default_factory=list)
     locks: list[bytes] = field(default_factory=list)
-    writers: list[bytes] = field(default_factory=list)  # for each lock, its row in the part
+    lock_rows: list[bytes] = field(default_factory=list)  # for each lock, its row in the part
     appends: list[PendingAppend] = field(default_factory=list)
-    out: list[AppendOutcome] = field(default_factory=list)
+    outcomes: list[AppendOutcome] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     is_large: bool = False
-    is_urgent: bool = False
+    must_submit_now: bool = False
     size_bytes: int = 0  # the size of the records; a field, because every turn reads it
 
-    def add(self, part: EncodedBatch, locks: bytes, writers: bytes) -> None:
+    def add(self, part: EncodedBatch, locks: bytes, lock_rows: bytes) -> None:
         """Add records that have IDs, with their locks and, for each lock, the row of its writer."""
         self.parts.append(part)
         self.locks.append(locks)
-        self.writers.append(writers)
+        self.lock_rows.append(lock_rows)
         self.size_bytes += len(part.records)
 
     def distances(self) -> bytes:
@@ -85,7 +85,7 @@ class BatchDraft:
             return b""
         return b"".join(
             rows.translate(_DESCENDING_BYTES[255 - (last - part.first) :][:256])
-            for part, rows in zip(self.parts, self.writers, strict=True)
+            for part, rows in zip(self.parts, self.lock_rows, strict=True)
         )
 
 
@@ -97,7 +97,7 @@ class InFlightBatches:
         self._batches: deque[InFlightBatch] = deque()
         self.draft: BatchDraft | None = None  # admitted rows that are not submitted yet
         self.submitted_bytes = 0
-        self._large_count = 0
+        self._large_batch_count = 0
         self.next_id = TransactionId(0)
         self._submitted_last = BEFORE_FIRST
         self.submitted_ms = 0  # when the last batch was submitted
@@ -161,8 +161,8 @@ class InFlightBatches:
 
     def stop(self) -> None:
         """The session has ended: forget its large batches, for which other partitions wait."""
-        self._throttle.on_large_batches_forgotten(self._large_count)
-        self._large_count = 0
+        self._throttle.on_large_batches_forgotten(self._large_batch_count)
+        self._large_batch_count = 0
 
     # ---- batches
 
@@ -189,7 +189,7 @@ class InFlightBatches:
         )
         self.submitted_bytes += len(batch.records)
         if draft.is_large:
-            self._large_count += 1
+            self._large_batch_count += 1
             self._throttle.on_large_batch_started(draft.appends[0].connection, now_ms)
         return batch
 
@@ -202,7 +202,7 @@ class InFlightBatches:
             oldest = self._batches.popleft()
             self.submitted_bytes -= len(oldest.batch.records)
             if oldest.is_large:
-                self._large_count -= 1
+                self._large_batch_count -= 1
                 self._throttle.on_large_batch_finished(oldest.submitted_ms, now_ms)
             elif oldest.appends:
                 self._throttle.on_small_request_finished(oldest.appends[0].received_ms, now_ms)

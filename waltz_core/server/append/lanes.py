@@ -58,7 +58,7 @@ class _Lane(Generic[WaitingT]):
 class Lanes(Generic[WaitingT]):
     """The lanes of all connections, and the order of their turns."""
 
-    __slots__ = ("_clock", "_lanes", "_large", "_serial", "_small", "queued_bytes")
+    __slots__ = ("_clock", "_lanes", "_large", "_last_serial_number", "_small", "queued_bytes")
 
     def __init__(self) -> None:
         # All lanes. Empty lanes are removed when no lane has a request.
@@ -67,7 +67,7 @@ class Lanes(Generic[WaitingT]):
         # head of a lane determines the heap. There are also stale entries.
         self._small: list[_LaneEntry] = []
         self._large: list[_LaneEntry] = []
-        self._serial = 0
+        self._last_serial_number = 0
         self._clock = 0
         self.queued_bytes = 0
 
@@ -190,6 +190,6 @@ class Lanes(Generic[WaitingT]):
         self.queued_bytes -= part_bytes
 
     def _push_entry(self, connection: ConnectionId, lane: _Lane[WaitingT]) -> None:
-        self._serial += 1
+        self._last_serial_number += 1
         heap = self._large if lane.items[0].is_large else self._small
-        heapq.heappush(heap, (lane.clock, self._serial, connection))
+        heapq.heappush(heap, (lane.clock, self._last_serial_number, connection))

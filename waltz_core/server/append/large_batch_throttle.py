@@ -67,11 +67,11 @@ class LargeBatchThrottle:
         "_large_started_ms",
         "_last_piece_ms",
         "_shared_until_ms",
-        "factor",
+        "pause_factor",
     )
 
-    def __init__(self, *, is_on: bool = True) -> None:
-        self._is_enabled = is_on
+    def __init__(self, *, is_enabled: bool = True) -> None:
+        self._is_enabled = is_enabled
         self._in_flight = 0
         # The sender of the last large batch that started.
         self._large_sender: ConnectionId | None = None
@@ -81,7 +81,7 @@ class LargeBatchThrottle:
         self._last_piece_ms = -1  # the last known time at which a piece was in flight
         self._baseline_ms: float | None = None  # the baseline latency (rule 3)
         self._baseline_kept_until_ms = 0
-        self.factor = PAUSE_FACTOR_FIRST
+        self.pause_factor = PAUSE_FACTOR_FIRST
 
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Record that a small request takes its turn (rule 2)."""
@@ -95,9 +95,9 @@ class LargeBatchThrottle:
         if not self._in_flight and self._last_piece_ms < received_ms:
             self._update_baseline(took_ms, now_ms)
         elif self._baseline_ms is not None and took_ms > SLOWDOWN_FACTOR * self._baseline_ms:
-            self.factor = min(self.factor * PAUSE_FACTOR_INCREASE, PAUSE_FACTOR_MAX)
+            self.pause_factor = min(self.pause_factor * PAUSE_FACTOR_INCREASE, PAUSE_FACTOR_MAX)
         else:
-            self.factor = max(self.factor * PAUSE_FACTOR_DECREASE, PAUSE_FACTOR_MIN)
+            self.pause_factor = max(self.pause_factor * PAUSE_FACTOR_DECREASE, PAUSE_FACTOR_MIN)
 
     def _update_baseline(self, took_ms: int, now_ms: int) -> None:
         """Update the baseline (rule 3), unless the server is shared and the old baseline is valid.
@@ -138,7 +138,7 @@ class LargeBatchThrottle:
         """A large batch, or a piece of one, is final: start the pause (rule 2)."""
         self.on_large_batches_forgotten()
         self._last_piece_ms = now_ms
-        pause_ms = min(self.factor * max(1, now_ms - started_ms), PAUSE_MS_MAX)
+        pause_ms = min(self.pause_factor * max(1, now_ms - started_ms), PAUSE_MS_MAX)
         self._free_at_ms = now_ms + math.ceil(pause_ms)
 
     def on_large_batches_forgotten(self, count: int = 1) -> None:

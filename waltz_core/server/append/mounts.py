@@ -79,16 +79,22 @@ class _MountEntry:
 class Mounts:
     """The mounts of one partition in one generation."""
 
-    __slots__ = ("_clients_of", "_disconnected", "_limit", "_mounts", "_numbers")
+    __slots__ = (
+        "_clients_by_connection",
+        "_disconnected_clients",
+        "_limit",
+        "_mount_numbers",
+        "_mounts",
+    )
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._mounts: dict[ClientId, _MountEntry] = {}
-        self._clients_of: dict[ConnectionId, list[ClientId]] = {}
+        self._clients_by_connection: dict[ConnectionId, list[ClientId]] = {}
         # Fences of disconnected clients: the highest sequence, and the principal. The client that
         # disconnected first is the first one.
-        self._disconnected: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
-        self._numbers = count(1)
+        self._disconnected_clients: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
+        self._mount_numbers = count(1)
 
     def highest_sequence(self, client_id: ClientId) -> int | None:
         """Return the highest connection sequence of the client's mounts; None if unknown."""
@@ -98,7 +104,7 @@ class Mounts:
     def _last_known_mount(self, client_id: ClientId) -> tuple[int, str] | None:
         mount = self._mounts.get(client_id)
         if mount is None:
-            return self._disconnected.get(client_id)
+            return self._disconnected_clients.get(client_id)
         return mount.sequence, mount.principal
 
     def mount_error(
@@ -162,7 +168,7 @@ class Mounts:
                 f"{position}: expected at most {FILTER_HEADERS_MAX} headers to filter by, found "
                 f"{count}"
             )
-        others = self._clients_of.get(connection, ())
+        others = self._clients_by_connection.get(connection, ())
         if len(others) < CLIENTS_MAX or self.has_mount(message.req_id.client_id, connection):
             return None
         return Overloaded(
@@ -191,13 +197,13 @@ class Mounts:
         assert self._fenced_error(client_id, connection, sequence) is None
         mount = self._mounts.get(client_id)
         if mount is not None:
-            self._clients_of[mount.connection].remove(client_id)
-        self._disconnected.pop(client_id, None)
-        number = next(self._numbers)
+            self._clients_by_connection[mount.connection].remove(client_id)
+        self._disconnected_clients.pop(client_id, None)
+        number = next(self._mount_numbers)
         self._mounts[client_id] = _MountEntry(
             connection, sequence, number, is_ready=False, principal=principal
         )
-        self._clients_of.setdefault(connection, []).append(client_id)
+        self._clients_by_connection.setdefault(connection, []).append(client_id)
 
     def mount_number(self, client_id: ClientId, connection: ConnectionId) -> int:
         """Return the number of the client's mount on this connection; 0 if none (rule 5)."""
@@ -244,11 +250,11 @@ class Mounts:
 
     def on_connection_closed(self, connection: ConnectionId) -> None:
         """The connection was closed: end its mounts, but keep their fences (rule 1)."""
-        for client_id in self._clients_of.pop(connection, ()):
+        for client_id in self._clients_by_connection.pop(connection, ()):
             mount = self._mounts.pop(client_id)
-            self._disconnected[client_id] = mount.sequence, mount.principal
-        while len(self._disconnected) > self._limit:
-            self._disconnected.popitem(last=False)
+            self._disconnected_clients[client_id] = mount.sequence, mount.principal
+        while len(self._disconnected_clients) > self._limit:
+            self._disconnected_clients.popitem(last=False)
 
     def on_released(self) -> None:
         """The server has released the partition: no connection may append; fences stay (rule 1)."""
@@ -258,8 +264,8 @@ class Mounts:
     def on_generation_started(self) -> None:
         """A new generation begins: every client must mount again, with any sequence."""
         self._mounts.clear()
-        self._clients_of.clear()
-        self._disconnected.clear()
+        self._clients_by_connection.clear()
+        self._disconnected_clients.clear()
 
     @property
     def mounted_client_count(self) -> int:

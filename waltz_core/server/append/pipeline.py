@@ -93,13 +93,13 @@ class AppendPipeline:
         self._throttle = throttle
         self._lanes: Lanes[PendingAppend] = Lanes()
         self._lock_queues = LockQueues(expects_next_attempt=False)
-        self._dependent = DependentAppends()
+        self._dependent_appends = DependentAppends()
         self.counters = AppendCounters()
         self.rejections = RecentRejections()
         self._completions = Completions(mounts, self.counters, self.rejections)
         self._admission = Admission(limits, mounts, self._completions)
         self._in_flight = InFlightBatches(throttle)
-        self._table: LockTable | None = None
+        self._lock_table: LockTable | None = None
         self._is_open = False
         self._loss_code = RowOutcomeCode.LOST
         self._are_submissions_held = False
@@ -134,7 +134,7 @@ class AppendPipeline:
     def due_ms(self, now_ms: int) -> int | None:
         """When `process_slice` has work next; None if it has none until a commit or request."""
         at_ms = earliest(self._next_request(now_ms)[1], self._lock_queues.due_ms)
-        at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
+        at_ms = earliest(at_ms, self._dependent_appends.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_draft_due_ms(now_ms))
         return earliest(at_ms, self.lock_loader.due_ms(now_ms))
 
@@ -146,13 +146,13 @@ class AppendPipeline:
         return (
             now_ms
             if self._are_submissions_held
-            else self._dependent.gathering_end_ms(in_flight.submitted_ms)
+            else self._dependent_appends.gathering_end_ms(in_flight.submitted_ms)
         )
 
     @property
     def locks(self) -> LockTable | None:
         """The lock table of the partition; None before the first session."""
-        return self._table
+        return self._lock_table
 
     # -----------------------------------------------------------------------------------------
     # the store session
@@ -191,17 +191,17 @@ class AppendPipeline:
                 self._finish_part(pending, out)
             out.extend(BarrierReached(token) for token in lost_batch.waiting)
         self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
-        if self._table is None:
-            self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
+        if self._lock_table is None:
+            self._lock_table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
         elif follows_own_session:
-            self._table.clamp(opened.high_water_mark)
+            self._lock_table.undo_entries_above(opened.high_water_mark)
         else:
-            self._table.reset(opened.high_water_mark)
+            self._lock_table.reset(opened.high_water_mark)
         if not follows_own_session:
-            self.lock_loader.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
+            self.lock_loader.begin(self._lock_table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._are_submissions_held = False
-        self._dependent.on_session_opened(opened.session_id)
+        self._dependent_appends.on_session_opened(opened.session_id)
         return out
 
     def on_committed(
@@ -211,8 +211,8 @@ class AppendPipeline:
         assert self._is_open
         assert self._high_water_mark <= last < self._in_flight.next_id
         self._high_water_mark = self._completions.high_water_mark = last
-        assert self._table is not None
-        self._table.on_committed(last)
+        assert self._lock_table is not None
+        self._lock_table.on_committed(last)
         out: list[AppendOutcome] = []
         for batch in self._in_flight.pop_committed_batches(last, chain, now_ms):
             self.proved_ms = batch.submitted_ms
@@ -236,11 +236,11 @@ class AppendPipeline:
         self.lock_loader.stop()
         self._loss_code = loss_reason
         self._in_flight.stop()
-        self._dependent.on_session_closed()
+        self._dependent_appends.on_session_closed()
         # Report final rejections now: it may take long until the next session opens.
         return self._completions.answer_rejected(
             self._lock_queues.take_all()
-        ) + self._answer_dependent_writers(self._dependent.waiting.take_all())
+        ) + self._answer_dependent_writers(self._dependent_appends.waiting.take_all())
 
     def abandon(self) -> tuple[list[PendingAppend], list[PendingAppend], list[AppendOutcome]]:
         """Release the partition and drop its appends.
@@ -250,7 +250,7 @@ class AppendPipeline:
         """
         self._is_open = False
         self.lock_loader.stop()
-        self._dependent.on_session_closed()
+        self._dependent_appends.on_session_closed()
         out: list[AppendOutcome] = []
         queued: list[PendingAppend] = []
         # By identity, because a request may have rows in several batches and in its lane.
@@ -268,7 +268,7 @@ class AppendPipeline:
             else:
                 queued.append(pending)
         # Rejected appends are not in the log either.
-        queued += [*self._lock_queues.take_all(), *self._dependent.waiting.take_all()]
+        queued += [*self._lock_queues.take_all(), *self._dependent_appends.waiting.take_all()]
         out += self._completions.abandon()
         self.rejections.clear()
         return queued, list(appends_in_doubt.values()), out
@@ -323,7 +323,7 @@ class AppendPipeline:
                 self._completions.remove_request(pending, out)
         for rejected in (
             *self._lock_queues.drop(connection),
-            *self._dependent.waiting.drop(connection),
+            *self._dependent_appends.waiting.drop(connection),
         ):
             self._completions.remove_request(rejected, out)
         return out
@@ -353,20 +353,22 @@ class AppendPipeline:
         """Take requests of about one slice from the lanes, validate and submit them (rule 5)."""
         in_flight, self.rejections.wall_ms = self._in_flight, wall_ms
         draft, in_flight.draft = in_flight.draft or BatchDraft(), None
-        draft.out = [*self.lock_loader.load_slice(now_ms)]
-        draft.out += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))
-        draft.out += self._answer_dependent_writers(self._dependent.waiting.take_due(now_ms))
+        draft.outcomes = [*self.lock_loader.load_slice(now_ms)]
+        draft.outcomes += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))
+        draft.outcomes += self._answer_dependent_writers(
+            self._dependent_appends.waiting.take_due(now_ms)
+        )
         self._take_slice(draft, now_ms)
         if draft.parts and self._must_keep_draft(draft, now_ms):
             in_flight.draft = draft
-            draft.out, out = [], draft.out
+            draft.outcomes, out = [], draft.outcomes
             return out
         batch = in_flight.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
         if batch is not None:
             self.counters.batches += 1
             self.counters.accepted += batch.last - batch.first + 1
-            draft.out.append(SubmitBatch(batch))
-        return draft.out
+            draft.outcomes.append(SubmitBatch(batch))
+        return draft.outcomes
 
     def _take_slice(self, draft: BatchDraft, now_ms: int) -> None:
         """Take requests of about one slice from their lanes, and validate them into the draft."""
@@ -377,7 +379,7 @@ class AppendPipeline:
             if pending is None:
                 break
             if pending.is_large and (group or draft.appends):
-                draft.is_urgent = True
+                draft.must_submit_now = True
                 break
             bytes_left -= pending.cost_bytes
             if not pending.is_large:
@@ -390,7 +392,7 @@ class AppendPipeline:
                 group = []
                 rows_left -= self._take_rows(pending, draft, now_ms)
             if pending.is_large:
-                draft.is_large = draft.is_urgent = True
+                draft.is_large = draft.must_submit_now = True
                 break
         self._validate_group(group, draft)
 
@@ -402,7 +404,7 @@ class AppendPipeline:
         Return the group of appends to be validated together next.
         """
         self._lanes.take(with_large=pending.is_large)
-        if not self._admission.try_admit(pending, draft.out):
+        if not self._admission.try_admit(pending, draft.outcomes):
             return group
         pending.session_id = self._session_id
         if not pending.is_dependent:
@@ -416,11 +418,11 @@ class AppendPipeline:
         """Whether the draft must wait: by rule 10, or because the session has closed."""
         if not self._is_open:
             return True
-        if draft.is_urgent or draft.size_bytes >= self._limits.slice_bytes_max:
+        if draft.must_submit_now or draft.size_bytes >= self._limits.slice_bytes_max:
             return False
         if len(self._in_flight):
             return True
-        until_ms = self._dependent.gathering_end_ms(self._in_flight.submitted_ms)
+        until_ms = self._dependent_appends.gathering_end_ms(self._in_flight.submitted_ms)
         return now_ms < until_ms and not self._are_submissions_held and not draft.waiting
 
     def _next_request(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
@@ -455,62 +457,66 @@ class AppendPipeline:
         Only large batches are split. A small one is taken whole, together with other requests.
         """
         piece_bytes = self._throttle.piece_bytes(now_ms) if pending.is_large else None
-        if not self._admission.try_decode(pending, draft.out):
+        if not self._admission.try_decode(pending, draft.outcomes):
             self._lanes.take(with_large=pending.is_large)
             return 0
         start, stop = pending.validated_count, pending.piece_end(piece_bytes)
         if reason := self._admission.invalid_mount_code(pending):
             self._lanes.take(with_large=pending.is_large)
             pending.reject(reason)
-            self._completions.answer_if_final(pending, draft.out)
+            self._completions.answer_if_final(pending, draft.outcomes)
             return 0
         if stop < pending.ids.size:
             self._lanes.charge_part(pending.cost_up_to(stop) - pending.cost_up_to(start))
         else:
             self._lanes.take(with_large=pending.is_large)
-        assert self._table is not None
+        assert self._lock_table is not None
         if not start:
             pending.session_id = self._session_id
-        draft.is_urgent = True
-        self._add_piece(validate_rows(pending, stop, self._table, self._in_flight_range), draft)
+        draft.must_submit_now = True
+        self._add_piece(
+            validate_rows(pending, stop, self._lock_table, self._in_flight_range), draft
+        )
         return stop - start
 
     def _validate_group(self, group: list[PendingSingle], draft: BatchDraft) -> None:
         if group:
-            assert self._table is not None
-            draft.is_urgent = True
-            self._add_piece(validate_singles(group, self._table, self._in_flight_range), draft)
+            assert self._lock_table is not None
+            draft.must_submit_now = True
+            self._add_piece(validate_singles(group, self._lock_table, self._in_flight_range), draft)
 
     def _validate_dependent(self, pending: PendingSingle, draft: BatchDraft, now_ms: int) -> None:
         """Validate a dependent append (rule 10)."""
-        assert self._table is not None
+        assert self._lock_table is not None
         message = pending.message
         assert isinstance(message, AppendFollowing)
         last = TransactionId(self._in_flight.next_id - 1)
-        self._dependent.begin(last)
+        self._dependent_appends.begin(last)
         has_seen = message.session_id != NO_SESSION
-        if has_seen and not self._dependent.knows_predecessors(message, last):
+        if has_seen and not self._dependent_appends.knows_predecessors(message, last):
             pending.reject_for(self._high_water_mark)
-            self._completions.answer_final(pending, draft.out)
+            self._completions.answer_final(pending, draft.outcomes)
             return
         mark = last if has_seen else self._high_water_mark
         piece = validate_singles(
-            [pending], self._table, InFlightRange(mark, self._in_flight.next_id)
+            [pending], self._lock_table, InFlightRange(mark, self._in_flight.next_id)
         )
-        if pending.reason is RowOutcomeCode.LOCK and self._dependent.has_predecessors(pending):
-            notified = self._dependent.waiting.on_rejected(pending, now_ms)
-            draft.out += self._answer_dependent_writers(notified)
+        if pending.reason is RowOutcomeCode.LOCK and self._dependent_appends.has_predecessors(
+            pending
+        ):
+            notified = self._dependent_appends.waiting.on_rejected(pending, now_ms)
+            draft.outcomes += self._answer_dependent_writers(notified)
             return
         if pending.conflict > self._high_water_mark:
             piece = ValidatedPiece(None, [pending], [])
         self._add_piece(piece, draft)
         if piece.part is not None:
-            notified = self._dependent.waiting.on_writer_admitted(pending, now_ms)
-            draft.out += self._answer_dependent_writers(notified)
+            notified = self._dependent_appends.waiting.on_writer_admitted(pending, now_ms)
+            draft.outcomes += self._answer_dependent_writers(notified)
 
     def _answer_dependent_writers(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
         return self._completions.answer_dependent_writers(
-            rejected, self._dependent, self._in_flight.next_id
+            rejected, self._dependent_appends, self._in_flight.next_id
         )
 
     @property
@@ -519,15 +525,15 @@ class AppendPipeline:
 
     def _add_piece(self, piece: ValidatedPiece, draft: BatchDraft) -> None:
         if piece.part is not None:
-            draft.add(piece.part, piece.locks, piece.writers)
+            draft.add(piece.part, piece.locks, piece.lock_rows)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
-            self._dependent.on_rows_admitted(piece)
+            self._dependent_appends.on_rows_admitted(piece)
         for pending in piece.unsettled:
             if isinstance(pending, PendingBatch):
                 pending.in_flight_count += 1
             draft.appends.append(pending)
         for pending in piece.rejected:
-            self._completions.answer_if_final(pending, draft.out)
+            self._completions.answer_if_final(pending, draft.outcomes)
 
     # -----------------------------------------------------------------------------------------
     # the end of a batch

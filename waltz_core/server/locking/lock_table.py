@@ -28,8 +28,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-form
        because of its own first attempt.
     7. A new owner does not know the last writers, so after `reset` no slot is below the high-water
        mark. The floor is an ID above which every writer is known (`lock_table_loader.py`). When the
-       floor moves down, `refine` lowers slots to it. A slot above the floor was entered by a known
-       writer, and stays.
+       floor moves down, `enter_older_locks` lowers slots to it. A slot above the floor was entered
+       by a known writer, and stays.
 """
 
 from collections import deque
@@ -153,13 +153,13 @@ class _EnteredSlots(NamedTuple):
 class LockTable:
     """The estimates of the last writer of each lock, by the module's rules."""
 
-    __slots__ = ("_entered", "_plain", "_slot_count", "_slots")
+    __slots__ = ("_entered", "_slot_count", "_slot_view", "_slots")
 
     def __init__(self, slot_count: int, high_water_mark: TransactionId) -> None:
         assert slot_count > 0
         self._slot_count = np.uint32(slot_count)
         self._slots = np.full(slot_count, high_water_mark, dtype=np.int64)
-        self._plain = self._slots.data  # the same memory; faster access to single elements
+        self._slot_view = self._slots.data  # the same memory; faster access to single elements
         self._entered: deque[_EnteredSlots] = deque()  # in the order of the IDs
 
     # -----------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class LockTable:
         """
         if mark > high_water_mark:
             return AHEAD
-        slots, count = self._plain, len(self._plain)
+        slots, count = self._slot_view, len(self._slot_view)
         highest = NO_CONFLICT
         for lock in (*locks[0], *locks[1]):
             first, second, third = _slots_of(lock, count)
@@ -243,7 +243,7 @@ class LockTable:
     # -----------------------------------------------------------------------------------------
     # sessions
 
-    def clamp(self, high_water_mark: TransactionId) -> None:
+    def undo_entries_above(self, high_water_mark: TransactionId) -> None:
         """Undo the entries of a lost session above the high-water mark (rule 6).
 
         The caller must be sure that no other server has owned the partition since. Otherwise call
@@ -264,7 +264,7 @@ class LockTable:
         self._entered.clear()
         self._slots.fill(high_water_mark)
 
-    def refine(
+    def enter_older_locks(
         self, floor: TransactionId, lower_floor: TransactionId, locks: I32, ids: I64
     ) -> None:
         """Lower the floor: enter all locks that transactions lower_floor + 1..floor have written.
@@ -287,7 +287,7 @@ class LockTable:
 
     def estimate(self, lock: int) -> TransactionId:
         """Return the estimated last writer of one lock."""
-        slots = self._plain
+        slots = self._slot_view
         first, second, third = _slots_of(lock, len(slots))
         return TransactionId(min(slots[first], slots[second], slots[third]))
 

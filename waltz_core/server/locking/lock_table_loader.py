@@ -98,7 +98,12 @@ class LockTableLoader:
         )
 
     def query_locks(
-        self, session_id: SessionId, replicas: Sequence[ReplicaId], now_ms: int, *, holds: bool
+        self,
+        session_id: SessionId,
+        replicas: Sequence[ReplicaId],
+        now_ms: int,
+        *,
+        must_hold_appends: bool,
     ) -> list[Fetch | Report]:
         """A session has opened: query its replicas for missing locks (rules 3 and 4)."""
         self.stop()
@@ -109,7 +114,7 @@ class LockTableLoader:
             return []
         self._session_id, self._fetch_count = session_id, 0
         self._replicas_left = replicas_left
-        self._held_until_ms = now_ms + HOLD_APPENDS_MS_MAX if holds else None
+        self._held_until_ms = now_ms + HOLD_APPENDS_MS_MAX if must_hold_appends else None
         return self._fetch_next(now_ms)
 
     def stop(self) -> None:
@@ -216,7 +221,7 @@ class LockTableLoader:
         if taken_blocks:
             locks = np.frombuffer(b"".join(block.locks for block in taken_blocks), dtype=">i4")
             ids = np.concatenate([_entered_ids(block) for block in taken_blocks])
-            self._table.refine(self._floor.last, floor.last, locks.astype(np.int32), ids)
+            self._table.enter_older_locks(self._floor.last, floor.last, locks.astype(np.int32), ids)
             self._floor = floor
         return not blocks.is_exhausted
 

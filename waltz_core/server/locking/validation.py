@@ -43,7 +43,7 @@ class ValidatedPiece(NamedTuple):
     """The result of one validation: the records of the accepted rows, and the appends.
 
     `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
-    the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of the lock's
+    the format of `lock_blocks.py`. `lock_rows` has a byte for each lock: the row of the lock's
     record. It is empty if there are too many rows for a byte. `unsettled` appends wait for a
     transaction in flight, possibly a record of this piece. `rejected` appends wait for no
     transaction.
@@ -53,7 +53,7 @@ class ValidatedPiece(NamedTuple):
     unsettled: list[PendingAppend]
     rejected: list[PendingAppend]
     locks: bytes = b""
-    writers: bytes = b""
+    lock_rows: bytes = b""
 
 
 class InFlightRange(NamedTuple):
@@ -130,34 +130,36 @@ def validate_rows(
     pending.reasons[start:stop] = reasons
     pending.on_rows_validated(stop)
     if validation.accepted_count:
-        keep = None if validation.accepted_count == rows.count else accepted
+        kept_rows = None if validation.accepted_count == rows.count else accepted
         req_id = pending.req_id._replace(sequence=pending.req_id.sequence + start)
-        part = encode_records(rows, keep, in_flight.next_id, req_id)
+        part = encode_records(rows, kept_rows, in_flight.next_id, req_id)
         is_few = validation.accepted_count <= DISTANCES_TRANSACTIONS_MAX
-        writers = writers_of(rows, keep) if is_few else b""
-        return ValidatedPiece(part, [pending], [], entered_locks(rows, keep), writers)
+        lock_rows = lock_rows_of(rows, kept_rows) if is_few else b""
+        return ValidatedPiece(part, [pending], [], entered_locks(rows, kept_rows), lock_rows)
     if validation.pending.any():
         return ValidatedPiece(None, [pending], [])
     return ValidatedPiece(None, [], [pending])
 
 
-def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
-    """Return the packed locks that accepted rows (`keep`; None: all) add to the lock table."""
+def entered_locks(rows: AppendRows, kept_rows: Mask | None) -> bytes:
+    """Return the packed locks that accepted rows (`kept_rows`; None: all) add to the lock table."""
     entered = []
     for column in (rows.write_locks, rows.append_locks):
         values = column.values
-        entered.append(values if keep is None else values[np.repeat(keep, column.counts)])
+        entered.append(values if kept_rows is None else values[np.repeat(kept_rows, column.counts)])
     return np.concatenate(entered).astype(">i4").tobytes()
 
 
-def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
+def lock_rows_of(rows: AppendRows, kept_rows: Mask | None) -> bytes:
     """Return for each lock of `entered_locks` the number of its row among the accepted rows."""
-    row_numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
-    writers = []
+    row_numbers = np.arange(rows.count) if kept_rows is None else np.cumsum(kept_rows) - 1
+    lock_rows = []
     for column in (rows.write_locks, rows.append_locks):
         writer_rows = np.repeat(row_numbers, column.counts)
-        writers.append(writer_rows if keep is None else writer_rows[np.repeat(keep, column.counts)])
-    return np.concatenate(writers).astype(np.uint8).tobytes()
+        lock_rows.append(
+            writer_rows if kept_rows is None else writer_rows[np.repeat(kept_rows, column.counts)]
+        )
+    return np.concatenate(lock_rows).astype(np.uint8).tobytes()
 
 
 def validate_singles(
@@ -187,12 +189,12 @@ def validate_singles(
         return ValidatedPiece(None, unsettled, rejected)
     messages = [pending.message for pending in accepted]
     locks = [lock for message in messages for lock in (*message.write_locks, *message.append_locks)]
-    writers = b""
+    lock_rows = b""
     if locks and len(accepted) <= DISTANCES_TRANSACTIONS_MAX:
         counts = [len(message.write_locks) + len(message.append_locks) for message in messages]
-        writers = b"".join(_ROW_BYTES[row] * lock_count for row, lock_count in enumerate(counts))
+        lock_rows = b"".join(_ROW_BYTES[row] * lock_count for row, lock_count in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
-    return ValidatedPiece(encode_singles(accepted), unsettled, rejected, packed, writers)
+    return ValidatedPiece(encode_singles(accepted), unsettled, rejected, packed, lock_rows)
 
 
 # A row's ID, and its conflict: an ID, NO_CONFLICT or AHEAD.

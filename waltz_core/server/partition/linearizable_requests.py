@@ -37,21 +37,21 @@ class LinearizableRequests(Generic[RequestT]):
     """Requests that wait for proofs: confirmations by a quorum that there is no later session."""
 
     __slots__ = (
-        "_is_under_way",
+        "_is_proof_running",
         "_mark_staleness_ms_max",
         "_requested_ms",
-        "_requests",
+        "_requests_for_next_proof",
+        "_requests_in_proof",
         "_token",
-        "_waiting",
         "proved_ms",
     )
 
     def __init__(self, high_water_mark_staleness_ms_max: int) -> None:
         self._mark_staleness_ms_max = high_water_mark_staleness_ms_max
-        self._waiting: list[RequestT] = []
-        self._requests: list[RequestT] = []
+        self._requests_for_next_proof: list[RequestT] = []
+        self._requests_in_proof: list[RequestT] = []
         self._requested_ms = 0
-        self._is_under_way = False
+        self._is_proof_running = False
         self._token = 0
         # When the last confirmed request was sent to the quorum; None without a confirmation.
         self.proved_ms: int | None = None
@@ -67,16 +67,20 @@ class LinearizableRequests(Generic[RequestT]):
 
     def wait_for_proof(self, request: RequestT, now_ms: int) -> list[ProveMark]:
         """Queue a request for the next proof; return the proof to start now, if any (rule 2)."""
-        self._waiting.append(request)
+        self._requests_for_next_proof.append(request)
         return self._begin(now_ms)
 
     def on_proof_succeeded(
         self, token: int, now_ms: int
     ) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """A proof has succeeded: return its requests, and the next proof to start."""
-        if token != self._token or not self._is_under_way:
+        if token != self._token or not self._is_proof_running:
             return (), []
-        answered, self._requests, self._is_under_way = self._requests, [], False
+        answered, self._requests_in_proof, self._is_proof_running = (
+            self._requests_in_proof,
+            [],
+            False,
+        )
         self.note_confirmation(self._requested_ms)
         return answered, self._begin(now_ms)
 
@@ -84,27 +88,43 @@ class LinearizableRequests(Generic[RequestT]):
         self, token: int, now_ms: int
     ) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """A proof has failed: return its requests, and the next proof to start."""
-        if token != self._token or not self._is_under_way:
+        if token != self._token or not self._is_proof_running:
             return (), []
-        unanswered, self._requests, self._is_under_way = self._requests, [], False
+        unanswered, self._requests_in_proof, self._is_proof_running = (
+            self._requests_in_proof,
+            [],
+            False,
+        )
         return unanswered, self._begin(now_ms)
 
     def drop(self, is_dropped: Callable[[RequestT], bool]) -> None:
         """Drop the requests for which `is_dropped` returns True: their connection was closed."""
-        self._requests = [request for request in self._requests if not is_dropped(request)]
-        self._waiting = [request for request in self._waiting if not is_dropped(request)]
+        self._requests_in_proof = [
+            request for request in self._requests_in_proof if not is_dropped(request)
+        ]
+        self._requests_for_next_proof = [
+            request for request in self._requests_for_next_proof if not is_dropped(request)
+        ]
 
     def reset(self) -> Sequence[RequestT]:
         """The session has ended: discard all proofs, and return all waiting requests."""
-        requests = [*self._requests, *self._waiting]
-        self._requests, self._waiting, self._is_under_way = [], [], False
+        requests = [*self._requests_in_proof, *self._requests_for_next_proof]
+        self._requests_in_proof, self._requests_for_next_proof, self._is_proof_running = (
+            [],
+            [],
+            False,
+        )
         self.proved_ms = None
         return requests
 
     def _begin(self, now_ms: int) -> list[ProveMark]:
-        if self._is_under_way or not self._waiting:
+        if self._is_proof_running or not self._requests_for_next_proof:
             return []
-        self._requests, self._waiting, self._is_under_way = self._waiting, [], True
+        self._requests_in_proof, self._requests_for_next_proof, self._is_proof_running = (
+            self._requests_for_next_proof,
+            [],
+            True,
+        )
         self._requested_ms = now_ms
         self._token += 1
         return [ProveMark(self._token)]

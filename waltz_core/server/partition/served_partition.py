@@ -90,7 +90,7 @@ class Partition:
         self._identity = identity
         self._store = store
         self._limits = limits
-        self._mounts = Mounts(limits.fences_max)
+        self._mounts = Mounts(limits.remembered_clients_max)
         self.pipeline = AppendPipeline(limits, self._mounts, throttle, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
@@ -100,7 +100,7 @@ class Partition:
         self._generation = Generation(-1)
         self._settled_generation = Generation(-1)
         self._is_owned = False
-        self._opening: replication.SessionOpened | None = None
+        self._unsettled_session: replication.SessionOpened | None = None
         self._session_id: SessionId = NO_SESSION
         self._is_open = False
         self._high_water_mark = BEFORE_FIRST
@@ -114,7 +114,7 @@ class Partition:
         self._waiting = WaitingRequests(limits.session_wait_ms_max)
         self._now_ms = 0
         self._wall_ms = 0
-        self._out: list[Effect] = []  # the effects of the present step
+        self._effects: list[Effect] = []  # the effects of the present step
         self.session_changes = 0
 
     # -----------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Partition:
                 self._stop_serving("the partition has moved to another server")
             case _:
                 self._step_store(event)
-        out, self._out = self._out, []
+        out, self._effects = self._effects, []
         return out
 
     def _on_wakeup(self) -> None:
@@ -223,14 +223,14 @@ class Partition:
                 f"{self._position} has had no store session for "
                 f"{self._limits.session_wait_ms_max} ms"
             )
-            self._out.append(answers.request_error_answer(request, error))
+            self._effects.append(answers.request_error_answer(request, error))
         self._route_reads(self.reads.wake(self._now_ms))
         self._route_appends(self.pipeline.process_slice(now_ms=self._now_ms, wall_ms=self._wall_ms))
         self._deliver_feed()
 
     def _on_fetch_answered(self, event: FetchAnswered | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
-            self._out += self.pipeline.lock_loader.on_fetch_failed(event.token, self._now_ms)
+            self._effects += self.pipeline.lock_loader.on_fetch_failed(event.token, self._now_ms)
             self._route_reads(self.reads.on_fetch_failed(event, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
             self.pipeline.lock_loader.on_blocks_fetched(event.token, event.message)
@@ -243,7 +243,7 @@ class Partition:
     def _on_request_received(self, event: RequestReceived) -> None:
         message = event.message
         if not self._is_owned:
-            self._out.append(answers.not_owned_answer(event, self._position))
+            self._effects.append(answers.not_owned_answer(event, self._position))
         elif isinstance(message, messages.AppendRequest | messages.AppendBatch):
             received = self.pipeline.receive(
                 event.connection,
@@ -257,7 +257,7 @@ class Partition:
             self._route_appends(self.pipeline.flush(self._waiting.add_flush(event)))
         elif isinstance(message, messages.RejectionsRequest):  # needs no session
             rows = self.pipeline.rejections.newest_first(self._high_water_mark)
-            self._out.append(answers.rejections_answer(event, rows))
+            self._effects.append(answers.rejections_answer(event, rows))
         elif self._is_open:
             self._answer_request(event)
         else:
@@ -293,7 +293,9 @@ class Partition:
                 error_text = (
                     f"a server accepts no {type(message).__name__} as a request for a partition"
                 )
-                self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
+                self._effects.append(
+                    answers.request_error_answer(event, errors.BadRequest(error_text))
+                )
 
     def _answer_range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
         """Answer a range request. Only the client's mounted connection may read its own headers."""
@@ -301,7 +303,7 @@ class Partition:
         is_own = message.form == messages.OWN_HEADERS
         if is_own and not self._mounts.has_mount(client_id, event.connection):
             error_text = f"{self._position}: client {client_id} is not mounted on this connection"
-            self._out.append(answers.request_error_answer(event, errors.NotMounted(error_text)))
+            self._effects.append(answers.request_error_answer(event, errors.NotMounted(error_text)))
         else:
             self._route_reads(self.reads.request_range(event, message))
 
@@ -328,14 +330,14 @@ class Partition:
         req_id = message.req_id
         error = self._mounts.mount_error(message, connection, self._position, event.principal)
         if error is not None:
-            self._out.append(answers.mount_error_answer(event, error))
+            self._effects.append(answers.mount_error_answer(event, error))
             return
         # End all older feeds and mounts of this client, even on the same connection.
         older_mounts = self.feed.drop_client(req_id.client_id)
         if older_mounts:
             self.reads.on_feeds_ended(self.feed.fetched_first_ids)
         older_mounts += self._waiting.take_older_mounts(req_id.client_id)
-        self._out.extend(answers.superseded_answer(request) for request in older_mounts)
+        self._effects.extend(answers.superseded_answer(request) for request in older_mounts)
         sequence = message.connection_sequence
         self._mounts.begin_mount(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
@@ -380,21 +382,21 @@ class Partition:
                 f"{self._position}: the append is for generation {req_id.generation} of the "
                 "partition, which has ended"
             )
-            self._out.append(
+            self._effects.append(
                 answers.mount_error_answer(event, errors.GenerationMismatch(error_text))
             )
         return True
 
     def _finish_mount(self, event: RequestReceived) -> None:
         self._mounts.finish_mount(event.message.req_id.client_id, event.connection)
-        self._out.append(
+        self._effects.append(
             answers.mounted_answer(event, self._high_water_mark, self._session_id, self._limits)
         )
 
     def _grant_feed(self, event: RequestReceived, message: messages.FeedRequest) -> None:
         error = self.feed.add_request(event, message.client_high_water_mark, self._position)
         if error is not None:
-            self._out.append(answers.request_error_answer(event, error))
+            self._effects.append(answers.request_error_answer(event, error))
 
     def _deliver_feed(self) -> None:
         if self.feed.has_work:
@@ -406,7 +408,7 @@ class Partition:
     def _answer_mark(self, event: RequestReceived, *, needs_proof: bool = False) -> None:
         """Answer with the high-water mark; if the last proof is too old, wait for one (rule 4)."""
         if not needs_proof and self._linearizable.is_fresh(self._now_ms):
-            self._out.append(self._current_mark_answer(event))
+            self._effects.append(self._current_mark_answer(event))
         else:
             self._request_proof(event)
 
@@ -423,7 +425,7 @@ class Partition:
             request.message,
             messages.FlushRequest | messages.HighWaterMarkRequest | messages.ReplicasRequest,
         ):
-            self._out.append(self._current_mark_answer(request))
+            self._effects.append(self._current_mark_answer(request))
         else:
             self._answer_request(request, is_proved=True)
 
@@ -446,10 +448,12 @@ class Partition:
                 f"expiry: expected IDs and times of 0 or more, found {before} and "
                 f"{message.before_ms}"
             )
-            self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
+            self._effects.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
             return
         is_done = self._store.is_expiry_done(before, message.before_ms)
-        self._out.append(answers.expiry_answer(event, self._store.archived_mark, is_done=is_done))
+        self._effects.append(
+            answers.expiry_answer(event, self._store.archived_mark, is_done=is_done)
+        )
         if not is_done:
             self._step_store(replication.ExpireArchive(before, message.before_ms))
 
@@ -461,10 +465,10 @@ class Partition:
         end = -1 if archived is None else archived.last
         if not 0 <= first <= last <= end:
             error_text = f"expected an object with transactions in 0..{end}, found {first}..{last}"
-            self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
+            self._effects.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
             return
         request = replication.ReplaceArchivedObject(message.object, first, last, message.token)
-        self._out.append(
+        self._effects.append(
             answers.replacement_answer(event, self._store.replacement_outcome(request))
         )
         self._step_store(request)
@@ -477,7 +481,7 @@ class Partition:
         for effect in self._store.step(event, self._now_ms):
             match effect:
                 case replication.SessionOpened():
-                    self._opening = effect
+                    self._unsettled_session = effect
                 case replication.SessionSettled():
                     self._on_session_settled(effect)
                 case replication.TransactionsCommitted():
@@ -491,12 +495,12 @@ class Partition:
                     self._on_proof_ended(effect)
                 case replication.OwnershipReleased():
                     self._stop_serving(effect.reason)
-                    self._out.append(effect)
+                    self._effects.append(effect)
                 case replication.WriteMetadata():
                     self._written_ms = self._now_ms
-                    self._out.append(effect)
+                    self._effects.append(effect)
                 case _:
-                    self._out.append(effect)
+                    self._effects.append(effect)
         self.reads.replicas = self._store.readable_replicas
 
     def _on_ownership_taken(self, event: replication.TakeOwnership) -> None:
@@ -507,7 +511,7 @@ class Partition:
         self._step_store(event)
 
     def _on_session_settled(self, event: replication.SessionSettled) -> None:
-        opened, self._opening = self._opening, None
+        opened, self._unsettled_session = self._unsettled_session, None
         assert opened is not None
         assert opened.session_id == event.session_id
         mark = opened.high_water_mark
@@ -543,13 +547,13 @@ class Partition:
             stamp_ms=event.stamp_ms,
         )
         replicas, lock_loader = self.reads.replicas, self.pipeline.lock_loader
-        self._out += lock_loader.query_locks(
-            opened.session_id, replicas, self._now_ms, holds=not follows_own_session
+        self._effects += lock_loader.query_locks(
+            opened.session_id, replicas, self._now_ms, must_hold_appends=not follows_own_session
         )
         self.feed.on_mark_advanced(opened.session_id, mark)
         self._route_reads(self.reads.on_session_opened(opened.session_id, mark))
         self._route_appends(settled)
-        self._out.append(
+        self._effects.append(
             Report("session.opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
         for request in self._waiting.on_session_opened():
@@ -592,7 +596,7 @@ class Partition:
 
     def _on_session_closed(self, event: replication.SessionClosed) -> None:
         self._is_open = False
-        self._opening = None
+        self._unsettled_session = None
         is_full = event.error_code == errors.NoSpace.code
         loss_reason = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
         self._route_appends(self.pipeline.on_session_closed(loss_reason))
@@ -600,7 +604,7 @@ class Partition:
         # The next session may answer these requests, although they arrived in the ended session.
         for request in self._reject_unproved(self._linearizable.reset()):
             self._wait_for_session(request)
-        self._out.append(
+        self._effects.append(
             Report("session.closed", (("session", event.session_id), ("reason", event.reason)))
         )
 
@@ -615,7 +619,7 @@ class Partition:
             unproved = errors.SessionLost(
                 f"{self._position}: no quorum of storages has confirmed the store session"
             )
-            self._out.extend(
+            self._effects.extend(
                 answers.request_error_answer(request, unproved)
                 for request in self._reject_unproved(requests)
             )
@@ -640,28 +644,28 @@ class Partition:
     def _release_for_data_loss(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
         self._release_partition(f"committed transactions are missing: {reason}")
-        self._out.append(Report("partition.data_loss", (("reason", reason),)))
+        self._effects.append(Report("partition.data_loss", (("reason", reason),)))
 
     def _release_partition(self, reason: str) -> None:
         """Release the partition; the outcome of appends in flight is unknown."""
         self._stop_serving(reason)
         self._step_store(replication.ReleaseOwnership())
-        self._out.append(replication.OwnershipReleased(reason))
+        self._effects.append(replication.OwnershipReleased(reason))
 
     def _stop_serving(self, reason: str) -> None:
         """Stop serving the partition: answer all waiting requests."""
         self._is_owned = self._is_open = False
-        self._opening = None
+        self._unsettled_session = None
         queued, in_flight, barriers = self.pipeline.abandon()
         cause = f"{self._position}: {reason}"
         not_owned_error = errors.NotOwned(cause)
         unknown_outcome_error = errors.OutcomeUnknown(
             f"{cause}; the transaction may or may not be in the log"
         )
-        self._out.extend(
+        self._effects.extend(
             answers.append_error_answer(pending, not_owned_error) for pending in queued
         )
-        self._out.extend(
+        self._effects.extend(
             answers.append_error_answer(pending, unknown_outcome_error) for pending in in_flight
         )
         waiting = self._waiting.take_all()
@@ -669,7 +673,7 @@ class Partition:
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.on_released()
-        self._out.extend(
+        self._effects.extend(
             answers.request_error_answer(request, not_owned_error) for request in waiting
         )
         assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in barriers)
@@ -681,7 +685,7 @@ class Partition:
         for outcome in append_outcomes:
             match outcome:
                 case SendToClient() | Fetch() | Report():
-                    self._out.append(outcome)
+                    self._effects.append(outcome)
                 case outcomes.SubmitBatch():
                     self._step_store(replication.SubmitToSession(self._session_id, outcome.batch))
                 case outcomes.BatchCommitted():
@@ -697,7 +701,7 @@ class Partition:
         for outcome in feed_outcomes:
             match outcome:
                 case SendToClient():
-                    self._out.append(outcome)
+                    self._effects.append(outcome)
                 case feeds.FetchHeaders():
                     fetches = self.reads.request_headers(outcome.first, outcome.last)
                     self._route_reads(fetches)
@@ -712,11 +716,11 @@ class Partition:
                 self._route_feed(self.feed.on_headers_fetched(outcome))
             elif isinstance(outcome, FeedFailed):
                 requests = self.feed.on_fetch_failed(outcome.first)
-                self._out.extend(
+                self._effects.extend(
                     answers.request_error_answer(request, outcome.error) for request in requests
                 )
             else:
-                self._out.append(outcome)
+                self._effects.append(outcome)
 
     def _on_barrier_reached(self, token: int) -> None:
         request_or_mount = self._waiting.take_waiting(token)

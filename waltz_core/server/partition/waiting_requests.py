@@ -27,7 +27,7 @@ class WaitingRequests:
 
     def __init__(self, session_wait_ms_max: int) -> None:
         self._open_wait_ms = session_wait_ms_max
-        self._until_open: deque[tuple[int, RequestReceived]] = deque()
+        self._waiting_for_session: deque[tuple[int, RequestReceived]] = deque()
         self._mounts: dict[int, WaitingMount] = {}
         self._flushes: dict[int, RequestReceived] = {}
         self._tokens = count(1)
@@ -37,28 +37,28 @@ class WaitingRequests:
     @property
     def due_ms(self) -> int | None:
         """When the next request times out; None if no request waits."""
-        return self._until_open[0][0] if self._until_open else None
+        return self._waiting_for_session[0][0] if self._waiting_for_session else None
 
     def wait_for_session(self, request: RequestReceived, now_ms: int) -> None:
         """Keep a request until a session opens (rule 1)."""
-        self._until_open.append((now_ms + self._open_wait_ms, request))
+        self._waiting_for_session.append((now_ms + self._open_wait_ms, request))
 
     def take_overdue(self, now_ms: int) -> list[RequestReceived]:
         """Remove and return the requests that have timed out."""
         overdue: list[RequestReceived] = []
-        while self._until_open and self._until_open[0][0] <= now_ms:
-            overdue.append(self._until_open.popleft()[1])
+        while self._waiting_for_session and self._waiting_for_session[0][0] <= now_ms:
+            overdue.append(self._waiting_for_session.popleft()[1])
         return overdue
 
     def on_session_opened(self) -> list[RequestReceived]:
         """Remove and return the requests that waited for a session."""
-        waiting, self._until_open = self._until_open, deque()
+        waiting, self._waiting_for_session = self._waiting_for_session, deque()
         return [request for _, request in waiting]
 
     def drop(self, connection: ConnectionId) -> None:
         """Drop the requests of a closed connection, which could otherwise wait for days."""
-        self._until_open = deque(
-            entry for entry in self._until_open if entry[1].connection != connection
+        self._waiting_for_session = deque(
+            entry for entry in self._waiting_for_session if entry[1].connection != connection
         )
         for token, mount in list(self._mounts.items()):
             if mount.request.connection == connection:

@@ -94,7 +94,7 @@ class FailureDetector:
         self._results.reachability.keep_only({server_id for server_id, _ in others})
 
     async def publish_results(
-        self, board: PublishedReachability, is_witness: Callable[[], bool]
+        self, published_reachability: PublishedReachability, is_witness: Callable[[], bool]
     ) -> None:
         """Publish the results of the dials periodically, until cancelled (rule 6)."""
         while True:
@@ -103,7 +103,7 @@ class FailureDetector:
             if not is_witness():
                 report = report.as_non_witness()
             try:
-                await board.publish(self._server_id, report)
+                await published_reachability.publish(self._server_id, report)
             except WaltzError as error:
                 _log.info("server.reachability_publish_failed error=%s", error)
             with contextlib.suppress(TimeoutError):

@@ -126,7 +126,9 @@ class Host:
         self.partition_id = partition_id
         self.partition = partition
         self._take_append_times = store.take_append_times
-        self._waits = ReplicaWaitReporter(partition_id, store.replica_waits_ms, services.metrics)
+        self._wait_reporter = ReplicaWaitReporter(
+            partition_id, store.replica_waits_ms, services.metrics
+        )
         self._services = services
         self._replicas: tuple[ReplicaId, ...] = ()
         self._links = SessionLinks(
@@ -137,8 +139,8 @@ class Host:
             ssl=services.ssl,
         )
         self._published = _PublishedCounters()
-        self._in_sync = InSyncReplicaMetric(partition_id, services.metrics)
-        self._permit: SessionOpenPermit | None = None
+        self._in_sync_metric = InSyncReplicaMetric(partition_id, services.metrics)
+        self._open_permit: SessionOpenPermit | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
             partition,
@@ -250,7 +252,7 @@ class Host:
         coordinator = self._services.coordinator
         permit = await self._services.open_limit.acquire()
         self._release_permit()
-        self._permit = permit
+        self._open_permit = permit
         if self._driver.is_stopped:
             self._release_permit()
             return
@@ -312,9 +314,9 @@ class Host:
             self._services.tasks.create_task(self._refresh_storage_ids())
 
     def _release_permit(self) -> None:
-        if self._permit is not None:
-            self._permit.release()
-            self._permit = None
+        if self._open_permit is not None:
+            self._open_permit.release()
+            self._open_permit = None
 
     async def _refresh_storage_ids(self) -> None:
         """Read the storage IDs again: a storage may have been replaced since the session began."""
@@ -332,9 +334,9 @@ class Host:
     def publish(self) -> None:
         """Update the metrics of this partition."""
         self._published.publish(self.partition_id, self.partition, self._services.metrics)
-        self._in_sync.publish(self._replicas, self.partition.engaged)
+        self._in_sync_metric.publish(self._replicas, self.partition.engaged)
         now_ms = loop_clock_ms()
-        self._waits.publish(now_ms)
+        self._wait_reporter.publish(now_ms)
         for replica, took_ms in self._take_append_times().items():
             self._services.append_times.add(replica, took_ms, now_ms)
             name = "waltz_server_replica_append_seconds"
@@ -344,7 +346,7 @@ class Host:
     @property
     def silent_replicas(self) -> list[ReplicaId]:
         """The replicas that have not answered for `SILENT_REPLICA_MS` on an open connection."""
-        return sorted(self._waits.silent)
+        return sorted(self._wait_reporter.silent_replicas)
 
 
 class InSyncReplicaMetric:
@@ -353,20 +355,20 @@ class InSyncReplicaMetric:
     def __init__(self, partition_id: PartitionId, metrics: Metrics) -> None:
         self._partition_id = partition_id
         self._metrics = metrics
-        self._before: dict[ReplicaId, bool] = {}
+        self._published_states: dict[ReplicaId, bool] = {}
 
     def publish(self, assigned: Iterable[ReplicaId], engaged: Collection[ReplicaId]) -> None:
         """Update the metric if a replica has changed."""
         in_sync = {replica: replica in engaged for replica in assigned}
-        if in_sync == self._before:
+        if in_sync == self._published_states:
             return
-        for replica in self._before.keys() - in_sync.keys():
+        for replica in self._published_states.keys() - in_sync.keys():
             self._metrics.forget(partition=self._partition_id, replica=replica)
         for replica, value in in_sync.items():
             self._metrics.set(
                 "waltz_server_replica_in_sync", value, partition=self._partition_id, replica=replica
             )
-        self._before = in_sync
+        self._published_states = in_sync
 
 
 class ReplicaWaitReporter:
@@ -382,11 +384,11 @@ class ReplicaWaitReporter:
         waits_ms: Callable[[int], Mapping[ReplicaId, int]],
         metrics: Metrics,
     ) -> None:
-        self.silent: set[ReplicaId] = set()
+        self.silent_replicas: set[ReplicaId] = set()
         self._partition_id = partition_id
         self._waits_ms = waits_ms
         self._metrics = metrics
-        self._slow: set[ReplicaId] = set()
+        self._slow_replicas: set[ReplicaId] = set()
 
     def publish(self, now_ms: int) -> None:
         """Update the metrics; log when a replica becomes silent or answers again."""
@@ -394,7 +396,7 @@ class ReplicaWaitReporter:
         slow_replicas = {
             replica for replica, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS
         }
-        for replica in sorted(slow_replicas | self._slow):
+        for replica in sorted(slow_replicas | self._slow_replicas):
             self._metrics.set(
                 "waltz_server_replica_wait_seconds",
                 waits_ms[replica] / 1_000 if replica in slow_replicas else 0,
@@ -404,12 +406,12 @@ class ReplicaWaitReporter:
         silent_replicas = {
             replica for replica in slow_replicas if waits_ms[replica] >= SILENT_REPLICA_MS
         }
-        for replica in sorted(silent_replicas - self.silent):
+        for replica in sorted(silent_replicas - self.silent_replicas):
             self._metrics.report(Report("replica.silent", (("replica", replica),)))
             _log.warning("replica.silent partition=%s replica=%s", self._partition_id, replica)
-        for replica in sorted(self.silent - silent_replicas):
+        for replica in sorted(self.silent_replicas - silent_replicas):
             _log.info("replica.responsive partition=%s replica=%s", self._partition_id, replica)
-        self._slow, self.silent = slow_replicas, silent_replicas
+        self._slow_replicas, self.silent_replicas = slow_replicas, silent_replicas
 
 
 class _PublishedCounters:
@@ -420,8 +422,8 @@ class _PublishedCounters:
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, int] = {}
-        self._rejected_before = [0] * len(RowOutcomeCode)
+        self._published_totals: dict[str, int] = {}
+        self._published_rejections = [0] * len(RowOutcomeCode)
         self._gauges: tuple[int, ...] = ()
         self._archive: tuple[float, ...] = ()
 
@@ -432,12 +434,14 @@ class _PublishedCounters:
             ("waltz_server_appended_bytes_total", counters.committed_bytes),
             ("waltz_server_appended_batches_total", counters.batches),
         ):
-            if count != self._before.get(name):
-                metrics.add(name, count - self._before.get(name, 0), partition=partition_id)
-                self._before[name] = count
+            if count != self._published_totals.get(name):
+                metrics.add(
+                    name, count - self._published_totals.get(name, 0), partition=partition_id
+                )
+                self._published_totals[name] = count
         for reason in RowOutcomeCode:
-            new_count = counters.rejected[reason] - self._rejected_before[reason]
-            self._rejected_before[reason] = counters.rejected[reason]
+            new_count = counters.rejected[reason] - self._published_rejections[reason]
+            self._published_rejections[reason] = counters.rejected[reason]
             if new_count:
                 metrics.add(
                     "waltz_server_rejected_transactions_total",
@@ -449,9 +453,9 @@ class _PublishedCounters:
             metrics.observe("waltz_server_append_seconds", counters.took_ms.popleft() / 1000)
         for (cache, outcome), count in partition.reads.cache_reads().items():
             name = f"{cache} {outcome}"
-            if count != self._before.get(name):
-                new_count = count - self._before.get(name, 0)
-                self._before[name] = count
+            if count != self._published_totals.get(name):
+                new_count = count - self._published_totals.get(name, 0)
+                self._published_totals[name] = count
                 metrics.add(
                     "waltz_server_cache_reads_total", new_count, cache=cache, outcome=outcome
                 )

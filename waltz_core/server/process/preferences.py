@@ -24,7 +24,7 @@ class Preferences:
     """
 
     def __init__(self, suspension_s: float) -> None:
-        self.wanted: tuple[PartitionId, ...] = ()
+        self.preferred: tuple[PartitionId, ...] = ()
         self._suspension_s = suspension_s
         self._suspended: dict[PartitionId, float] = {}
 
@@ -46,14 +46,14 @@ class Preferences:
 
     def change(self, added: Collection[PartitionId], removed: Collection[PartitionId]) -> None:
         """Apply a change that was written to ZooKeeper (rule 3)."""
-        self.wanted = self._preferences_after(added, removed)
+        self.preferred = self._preferences_after(added, removed)
         for partition_id in {*added, *removed}:
             self._suspended.pop(partition_id, None)
 
     def _preferences_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
-        kept_ids = [partition_id for partition_id in self.wanted if partition_id not in removed]
+        kept_ids = [partition_id for partition_id in self.preferred if partition_id not in removed]
         return (
             *kept_ids,
             *(
@@ -68,7 +68,7 @@ class Preferences:
 
         Return False if the server does not prefer the partition.
         """
-        if partition_id not in self.wanted:
+        if partition_id not in self.preferred:
             return False
         self._suspended[partition_id] = now_s + self._suspension_s
         return True

@@ -46,7 +46,8 @@ class Rebalancer:
         coordinator: publishes loads and writes moves.
         costs: returns the total cost of each partition that this server serves.
         times: the interval, the window and the cooldown.
-        is_fit: returns whether this server can serve the partitions assigned to it (rule 4).
+        can_serve_partitions: returns whether this server can serve the partitions assigned to it
+            (rule 4).
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class Rebalancer:
         coordinator: Coordinator,
         costs: Callable[[], Mapping[PartitionId, float]],
         times: BalanceTimes,
-        is_fit: Callable[[], bool] = lambda: True,
+        can_serve_partitions: Callable[[], bool] = lambda: True,
     ) -> None:
         self._server_id = server_id
         self._coordinator = coordinator
         self._costs = costs
         self._times = times
-        self._is_fit = is_fit
+        self._can_serve_partitions = can_serve_partitions
         self._meter = LoadMeter(times.window_ms)
         self._averages = LoadAverages(times.window_ms)
         window_ms = times.window_ms
@@ -83,7 +84,7 @@ class Rebalancer:
 
     async def _measure_and_balance(self) -> None:
         loads = self._meter.update(self._costs(), loop_clock_ms())
-        if self._is_fit():
+        if self._can_serve_partitions():
             await self._coordinator.loads.publish(self._server_id, loads)
         else:
             await self._coordinator.loads.withdraw(self._server_id)

@@ -151,7 +151,7 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = partition_limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
-        self._throttle = LargeBatchThrottle(is_on=config.small_requests_first)
+        self._throttle = LargeBatchThrottle(is_enabled=config.small_requests_first)
         # The budget is for all partitions of the cluster, because one server may own all of them.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
@@ -164,7 +164,7 @@ class Server:
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
         self._storage_id_reads = SharedRequest(self._read_storage_ids)
-        self._nearby: set[ReplicaId] = set()  # storages of this server's own group
+        self._replicas_in_group: set[ReplicaId] = set()  # storages of this server's own group
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
@@ -323,7 +323,7 @@ class Server:
         """Read the storage IDs, which may have changed; then own the partitions."""
         try:
             await self._storage_id_reads.wait_for_answer()
-            await self._refresh_nearby()
+            await self._refresh_replicas_in_group()
         except errors.WaltzError as error:
             _log.warning("server.storages_read_failed error=%r", error)
         if assignments is self._newest_assignments:
@@ -373,7 +373,7 @@ class Server:
             FeedCache(self._feed_cache_bytes),
             self._throttle,
         )
-        partition.reads.nearby = self._nearby
+        partition.reads.replicas_in_group = self._replicas_in_group
         services = ServerServices(
             coordinator=self._coordinator,
             tasks=self._tasks,
@@ -415,11 +415,11 @@ class Server:
         uuids = await self._coordinator.read_storage_ids()
         self._storage_ids.update((replica, uuid.bytes) for replica, uuid in uuids.items())
 
-    async def _refresh_nearby(self) -> None:
+    async def _refresh_replicas_in_group(self) -> None:
         if self._config.group != NO_GROUP:
             groups = (await self._coordinator.read_groups()).groups
-            self._nearby.clear()
-            self._nearby.update(
+            self._replicas_in_group.clear()
+            self._replicas_in_group.update(
                 storage for storage in groups if groups[storage] == self._config.group
             )
 
@@ -587,8 +587,8 @@ def partition_limits_of(config: ServerConfig, partition_count: int) -> Partition
         feed_frame_count_max=config.feed_frame_count_max,
         feed_request_count_min=config.feed_request_count_min,
         range_bytes_max=config.range_bytes_max,
-        fetches_max=config.partition_storage_reads_max,
-        fences_max=config.remembered_clients_max,
+        concurrent_fetches_max=config.partition_storage_reads_max,
+        remembered_clients_max=config.remembered_clients_max,
         high_water_mark_staleness_ms_max=config.high_water_mark_staleness_ms_max,
         session_wait_ms_max=config.session_wait_ms_max,
         checkpoint_interval_count=config.checkpoint_interval_count,

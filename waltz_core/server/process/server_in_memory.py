@@ -228,7 +228,7 @@ class MemoryHost:
             ),
             TransactionCache(CacheBudget(4 * MIB)),
             FeedCache(MIB),
-            LargeBatchThrottle(is_on=False),
+            LargeBatchThrottle(is_enabled=False),
         )
         # The requests whose answers will be lost, and until when the mounts of each client are
         # rejected.

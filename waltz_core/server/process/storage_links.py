@@ -47,8 +47,8 @@ _ReadAnswer: TypeAlias = RangeBytes | LockBlocks
 class TaskStarter(Protocol):
     """Starts tasks, like an `asyncio.TaskGroup`."""
 
-    def create_task(self, work: Coroutine[Any, Any, None], /) -> object:
-        """Run `work` as a task; `work` must not raise."""
+    def create_task(self, coroutine: Coroutine[Any, Any, None], /) -> object:
+        """Run `coroutine` as a task; `coroutine` must not raise."""
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class ReadLinks:
     ) -> None:
         self._ssl = ssl
         # A storage answers readers only after this request, which contains the cluster key.
-        self._opening = OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count)
+        self._open_request = OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialing: dict[ReplicaId, asyncio.Lock] = {}
         # The links use their own sequence numbers, because those of the callers may collide.
@@ -223,7 +223,7 @@ class ReadLinks:
             )
             if link.is_closed:  # The link was closed before `start`, so `start` reports nothing.
                 raise Unreachable(f"{replica}: {link.closed_reason}")
-            link.send(self._opening)
+            link.send(self._open_request)
             return read_link
 
     def _on_link_lost(self, replica: ReplicaId, read_link: _ReadLink, reason: str) -> None:

@@ -68,13 +68,13 @@ class BudgetHolder(Protocol):
 class CacheBudget:
     """The memory budget that the transaction caches of all partitions share."""
 
-    __slots__ = ("_holders", "_limit_bytes", "_serial", "_used_bytes")
+    __slots__ = ("_holders", "_last_allocation_id", "_limit_bytes", "_used_bytes")
 
     def __init__(self, limit_bytes: int) -> None:
         assert limit_bytes >= 0
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
-        self._serial = 0
+        self._last_allocation_id = 0
         self._holders: OrderedDict[int, BudgetHolder] = OrderedDict()
 
     @property
@@ -96,14 +96,14 @@ class CacheBudget:
         while self._used_bytes + cost_bytes > self._limit_bytes:
             oldest = next(iter(self._holders.values()))
             oldest.drop_oldest()
-        self._serial += 1
-        self._holders[self._serial] = holder
+        self._last_allocation_id += 1
+        self._holders[self._last_allocation_id] = holder
         self._used_bytes += cost_bytes
-        return self._serial
+        return self._last_allocation_id
 
-    def release(self, receipt: int, cost_bytes: int) -> None:
+    def release(self, allocation_id: int, cost_bytes: int) -> None:
         """Return the bytes of a dropped batch to the budget."""
-        del self._holders[receipt]
+        del self._holders[allocation_id]
         self._used_bytes -= cost_bytes
         assert self._used_bytes >= 0
 
@@ -135,15 +135,15 @@ class TransactionCache:
         if batch.cost_bytes > self.budget.limit_bytes:
             self.clear()  # This batch cannot be added, so the next batch would leave a gap.
             return
-        receipt = self.budget.take(batch.cost_bytes, self)
-        self._batches[entry.first] = (receipt, batch)
+        allocation_id = self.budget.take(batch.cost_bytes, self)
+        self._batches[entry.first] = (allocation_id, batch)
         self._firsts.append(entry.first)
 
     def drop_oldest(self) -> None:
         """Drop the oldest batch; the budget calls this method to make room."""
-        first, (receipt, batch) = self._batches.popitem(last=False)
+        first, (allocation_id, batch) = self._batches.popitem(last=False)
         assert self._firsts[self._head] == first
-        self.budget.release(receipt, batch.cost_bytes)
+        self.budget.release(allocation_id, batch.cost_bytes)
         self._head += 1
         if self._head * 2 > len(self._firsts):
             del self._firsts[: self._head]
@@ -153,16 +153,16 @@ class TransactionCache:
         """Drop every batch that has IDs above the mark (rule 4)."""
         newest = self.last
         while newest is not None and newest > mark:
-            first, (receipt, batch) = self._batches.popitem()
+            first, (allocation_id, batch) = self._batches.popitem()
             assert self._firsts[-1] == first
-            self.budget.release(receipt, batch.cost_bytes)
+            self.budget.release(allocation_id, batch.cost_bytes)
             self._firsts.pop()
             newest = self.last
 
     def clear(self) -> None:
         """Drop all batches."""
-        for receipt, batch in self._batches.values():
-            self.budget.release(receipt, batch.cost_bytes)
+        for allocation_id, batch in self._batches.values():
+            self.budget.release(allocation_id, batch.cost_bytes)
         self._batches.clear()
         self._firsts.clear()
         self._head = 0

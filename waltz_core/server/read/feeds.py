@@ -5,14 +5,14 @@ whatever its speed. A client that does not read must cost no more memory than th
 connection's buffer.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
-    1. The feed of one client is called a context here. A context sends each of the IDs
-       `next..until` once, and nothing above the high-water mark.
-    2. A context sends only transactions that were *granted*. A mount grants the transactions up to
+    1. The feed of a client sends each of the IDs `next..until` once, and nothing above the
+       high-water mark.
+    2. A feed sends only transactions that were *granted*. A mount grants the transactions up to
        the high-water mark at its time. A feed request grants at least `feed_request_count_min`
        transactions after the client's mark. When all granted transactions are sent, the request is
        answered.
-    3. A congested connection receives nothing. In one turn each context sends at most one frame.
-    4. Headers that are not cached are fetched once for all contexts at the same ID.
+    3. A congested connection receives nothing. In one turn each feed sends at most one frame.
+    4. Headers that are not cached are fetched once for all feeds at the same ID.
     5. A filter removes headers from a frame, but the frame is always sent, so that the client's
        mark advances.
 """
@@ -97,13 +97,13 @@ class _ClientFeed:
 
 
 class Feed:
-    """The feed contexts of one partition, by the module's rules."""
+    """The feeds of one partition's clients, by the module's rules."""
 
-    def __init__(self, limits: PartitionLimits, memory: HeaderCache) -> None:
+    def __init__(self, limits: PartitionLimits, header_cache: HeaderCache) -> None:
         self._limits = limits
-        self._memory = memory
-        # The contexts, in the order of their turns.
-        self._contexts: OrderedDict[FeedKey, _ClientFeed] = OrderedDict()
+        self._header_cache = header_cache
+        # The feeds, in the order of their turns.
+        self._client_feeds: OrderedDict[FeedKey, _ClientFeed] = OrderedDict()
         self._congested: set[ConnectionId] = set()
         self._high_water_mark = BEFORE_FIRST
         self._session_id = NO_SESSION
@@ -120,19 +120,23 @@ class Feed:
     @property
     def count(self) -> int:
         """The number of clients with a feed."""
-        return len(self._contexts)
+        return len(self._client_feeds)
 
     @property
     def fetched_first_ids(self) -> set[TransactionId]:
         """The first IDs of the ranges that are being fetched for feeds."""
-        return {context.next for context in self._contexts.values() if context.is_fetching}
+        return {
+            client_feed.next
+            for client_feed in self._client_feeds.values()
+            if client_feed.is_fetching
+        }
 
     def lag_max(self) -> int:
         """Return how many committed transactions are not yet sent to the slowest client.
 
         Return 0 if there is no client.
         """
-        next_ids = [context.next for context in self._contexts.values()]
+        next_ids = [client_feed.next for client_feed in self._client_feeds.values()]
         return self._high_water_mark + 1 - min(next_ids) if next_ids else 0
 
     # -----------------------------------------------------------------------------------------
@@ -146,11 +150,11 @@ class Feed:
         assert BEFORE_FIRST <= mark <= until <= self._high_water_mark
         mount_id = request.message.req_id
         key = (request.connection, mount_id.client_id)
-        assert key not in self._contexts
+        assert key not in self._client_feeds
         first = TransactionId(mark + 1)
         message = request.message
         values = message.header_values if isinstance(message, MountWriter) else ()
-        self._contexts[key] = _ClientFeed(
+        self._client_feeds[key] = _ClientFeed(
             request, mount_id, first, until, is_mounting=True, header_values=values
         )
         self._has_more = True
@@ -158,8 +162,8 @@ class Feed:
     def is_mounted(self, request: RequestReceived) -> bool:
         """Whether a feed request belongs to a mount of its connection."""
         mount_id = request.message.req_id
-        context = self._contexts.get((request.connection, mount_id.client_id))
-        return context is not None and context.mount_id == mount_id
+        client_feed = self._client_feeds.get((request.connection, mount_id.client_id))
+        return client_feed is not None and client_feed.mount_id == mount_id
 
     def add_request(
         self, request: RequestReceived, mark: int, position: PartitionPosition
@@ -189,29 +193,29 @@ class Feed:
         the end of the granted range, `FeedSuspended` answers the request.
         """
         mount_id = request.message.req_id
-        context = self._contexts.get((request.connection, mount_id.client_id))
-        if context is None or not self.is_mounted(request) or context.is_granted:
+        client_feed = self._client_feeds.get((request.connection, mount_id.client_id))
+        if client_feed is None or not self.is_mounted(request) or client_feed.is_granted:
             return False
         assert mark <= self._high_water_mark
-        context.request = request
-        context.next = TransactionId(mark + 1)
-        context.until = max(
+        client_feed.request = request
+        client_feed.next = TransactionId(mark + 1)
+        client_feed.until = max(
             self._high_water_mark, TransactionId(mark + self._limits.feed_request_count_min)
         )
-        context.is_granted = True
+        client_feed.is_granted = True
         self._has_more = True
         return True
 
     def drop_client(self, client_id: ClientId) -> list[RequestReceived]:
         """End all feeds of one client; return its unanswered mounts and feed requests."""
-        keys = [key for key in self._contexts if key[1] == client_id]
-        dropped = [self._contexts.pop(key) for key in keys]
-        return [context.request for context in dropped if context.is_granted]
+        keys = [key for key in self._client_feeds if key[1] == client_id]
+        dropped = [self._client_feeds.pop(key) for key in keys]
+        return [client_feed.request for client_feed in dropped if client_feed.is_granted]
 
     def close(self, connection: ConnectionId) -> None:
         """A connection was closed: end its feeds."""
-        for key in [key for key in self._contexts if key[0] == connection]:
-            del self._contexts[key]
+        for key in [key for key in self._client_feeds if key[0] == connection]:
+            del self._client_feeds[key]
         self._congested.discard(connection)
 
     def on_connection_congested(self, connection: ConnectionId) -> None:
@@ -231,8 +235,12 @@ class Feed:
 
     def abandon(self) -> list[RequestReceived]:
         """End all feeds; return the unanswered mounts and feed requests."""
-        waiting = [context.request for context in self._contexts.values() if context.is_granted]
-        self._contexts.clear()
+        waiting = [
+            client_feed.request
+            for client_feed in self._client_feeds.values()
+            if client_feed.is_granted
+        ]
+        self._client_feeds.clear()
         self._has_more = False
         return waiting
 
@@ -240,32 +248,32 @@ class Feed:
     # frames
 
     def deliver(self) -> list[FeedOutcome]:
-        """Send a frame to each ready context, up to `FRAMES_PER_TURN_MAX` frames (rule 3)."""
+        """Send a frame of each ready feed, up to `FRAMES_PER_TURN_MAX` frames (rule 3)."""
         out: list[FeedOutcome] = []
         self._has_more = False
         frames = 0
-        for key, context in list(self._contexts.items()):
-            if context.connection in self._congested or context.is_fetching:
+        for key, client_feed in list(self._client_feeds.items()):
+            if client_feed.connection in self._congested or client_feed.is_fetching:
                 continue
-            if not context.is_granted:
+            if not client_feed.is_granted:
                 continue
             if frames == FRAMES_PER_TURN_MAX:
                 self._has_more = True
                 break
-            if self._serve_context(context, out):
+            if self._serve_client_feed(client_feed, out):
                 frames += 1
-                self._contexts.move_to_end(key)
+                self._client_feeds.move_to_end(key)
         return out
 
     def on_headers_fetched(self, fetched_headers: FeedHeaders) -> list[FeedOutcome]:
-        """Send fetched headers to all contexts that wait at the first ID of these headers."""
+        """Send fetched headers to all feeds that wait at the first ID of these headers."""
         out: list[FeedOutcome] = []
-        for context in self._contexts.values():
-            if context.is_fetching and context.next == fetched_headers.first:
-                context.is_fetching = False
-                if context.connection not in self._congested:
-                    self._send_frame(context, fetched_headers, out)
-                    self._end_grant(context, out)
+        for client_feed in self._client_feeds.values():
+            if client_feed.is_fetching and client_feed.next == fetched_headers.first:
+                client_feed.is_fetching = False
+                if client_feed.connection not in self._congested:
+                    self._send_frame(client_feed, fetched_headers, out)
+                    self._end_grant(client_feed, out)
                 self._has_more = True
         return out
 
@@ -273,50 +281,50 @@ class Feed:
         """End the feeds that wait at an ID that no replica can return; return their requests."""
         keys = [
             key
-            for key, context in self._contexts.items()
-            if context.is_fetching and context.next == first
+            for key, client_feed in self._client_feeds.items()
+            if client_feed.is_fetching and client_feed.next == first
         ]
-        return [self._contexts.pop(key).request for key in keys]
+        return [self._client_feeds.pop(key).request for key in keys]
 
-    def _serve_context(self, context: _ClientFeed, out: list[FeedOutcome]) -> bool:
+    def _serve_client_feed(self, client_feed: _ClientFeed, out: list[FeedOutcome]) -> bool:
         """Send a frame, end the grant, or fetch headers; return whether a frame was sent."""
-        last = min(context.until, self._high_water_mark)
-        if context.next > last:
-            self._end_grant(context, out)
+        last = min(client_feed.until, self._high_water_mark)
+        if client_feed.next > last:
+            self._end_grant(client_feed, out)
             return False
-        last = min(last, TransactionId(context.next + self._limits.feed_frame_count_max - 1))
-        cached_headers = self._memory.read_cached(context.next, last)
+        last = min(last, TransactionId(client_feed.next + self._limits.feed_frame_count_max - 1))
+        cached_headers = self._header_cache.read_cached(client_feed.next, last)
         if cached_headers is None:
-            context.is_fetching = True
+            client_feed.is_fetching = True
             fetch = FetchHeaders(
-                context.next,
-                TransactionId(context.next + self._limits.feed_frame_count_max - 1),
+                client_feed.next,
+                TransactionId(client_feed.next + self._limits.feed_frame_count_max - 1),
             )
             if fetch not in out:
                 out.append(fetch)
             return False
-        self._send_frame(context, cached_headers, out)
-        self._end_grant(context, out)
+        self._send_frame(client_feed, cached_headers, out)
+        self._end_grant(client_feed, out)
         return True
 
     def _send_frame(
-        self, context: _ClientFeed, feed_headers: FeedHeaders, out: list[FeedOutcome]
+        self, client_feed: _ClientFeed, feed_headers: FeedHeaders, out: list[FeedOutcome]
     ) -> None:
-        # Headers that were fetched for another context may exceed the grant of this context.
-        count = min(feed_headers.size, context.until - context.next + 1)
-        assert feed_headers.first == context.next
+        # Headers that were fetched for another feed may exceed the grant of this one.
+        count = min(feed_headers.size, client_feed.until - client_feed.next + 1)
+        assert feed_headers.first == client_feed.next
         assert count > 0
-        assert context.next + count - 1 <= self._high_water_mark
+        assert client_feed.next + count - 1 <= self._high_water_mark
         chain_at, chain = feed_headers.chain_at, feed_headers.chain
-        if chain_at >= context.next + count:
+        if chain_at >= client_feed.next + count:
             chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
         headers: Buffer = memoryview(feed_headers.headers)[: count * FEED_HEADER_BYTES]
         offsets = b""
-        if context.header_values:
-            headers, offsets = select_headers(headers, context.header_values)
+        if client_feed.header_values:
+            headers, offsets = select_headers(headers, client_feed.header_values)
         message = FeedBatch(
-            context.mount_id,
-            context.next,
+            client_feed.mount_id,
+            client_feed.next,
             count,
             headers,
             self._session_id,
@@ -324,21 +332,21 @@ class Feed:
             chain,
             offsets,
         )
-        context.next = TransactionId(context.next + count)
-        out.append(SendToClient(context.connection, message, 0))
-        if context.next <= min(context.until, self._high_water_mark):
+        client_feed.next = TransactionId(client_feed.next + count)
+        out.append(SendToClient(client_feed.connection, message, 0))
+        if client_feed.next <= min(client_feed.until, self._high_water_mark):
             self._has_more = True
 
-    def _end_grant(self, context: _ClientFeed, out: list[FeedOutcome]) -> None:
-        if context.next <= context.until:
+    def _end_grant(self, client_feed: _ClientFeed, out: list[FeedOutcome]) -> None:
+        if client_feed.next <= client_feed.until:
             return
-        context.is_granted = False
-        if context.is_mounting:
-            context.is_mounting = False
-            out.append(MountCaughtUp(context.request))
+        client_feed.is_granted = False
+        if client_feed.is_mounting:
+            client_feed.is_mounting = False
+            out.append(MountCaughtUp(client_feed.request))
             return
-        message = FeedSuspended(context.mount_id)
-        out.append(SendToClient(context.connection, message, context.request.cost_bytes))
+        message = FeedSuspended(client_feed.mount_id)
+        out.append(SendToClient(client_feed.connection, message, client_feed.request.cost_bytes))
 
 
 def select_headers(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:

@@ -38,7 +38,7 @@ _REMEMBERED_ENDS_MAX: Final = 16
 class _PrefetchedRange(NamedTuple):
     """A range of records that was fetched before it was requested."""
 
-    receipt: int
+    allocation_id: int
     cost_bytes: int
     offsets: I64
     records: memoryview
@@ -62,7 +62,7 @@ class ReadAhead:
                 return prefetched.records[prefetched.offsets[index] : prefetched.offsets[index + 1]]
         return None
 
-    def is_wanted(self, transaction_id: TransactionId) -> bool:
+    def should_fetch(self, transaction_id: TransactionId) -> bool:
         """Whether a range should be fetched that starts with this transaction (rule 1)."""
         return any(0 < transaction_id - end <= NEAR_DISTANCE_MAX for end in self._ends)
 
@@ -81,10 +81,10 @@ class ReadAhead:
             return
         if len(self._ranges) == PREFETCHED_RANGES_MAX:
             self.drop_oldest()
-        receipt = self._budget.take(cost_bytes, self)
+        allocation_id = self._budget.take(cost_bytes, self)
         # A copy, because a view would also keep the rest of the storage's answer in memory.
         copy = memoryview(bytes(records))
-        self._ranges[first] = _PrefetchedRange(receipt, cost_bytes, offsets, copy)
+        self._ranges[first] = _PrefetchedRange(allocation_id, cost_bytes, offsets, copy)
 
     def drop_oldest(self) -> None:
         """Drop the oldest range; the budget calls this method to make room."""
@@ -98,4 +98,4 @@ class ReadAhead:
 
     def _drop(self, first: TransactionId) -> None:
         prefetched = self._ranges.pop(first)
-        self._budget.release(prefetched.receipt, prefetched.cost_bytes)
+        self._budget.release(prefetched.allocation_id, prefetched.cost_bytes)

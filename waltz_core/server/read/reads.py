@@ -10,7 +10,7 @@ Rules:
        unreadable.
     3. An answer of a storage is checked completely: its first ID, every CRC, and that no ID is
        missing.
-    4. At most `fetches_max` fetches are in progress; the others wait in order.
+    4. At most `concurrent_fetches_max` fetches are in progress; the others wait in order.
     5. If a session ends while a fetch is pending, the fetch is repeated in the next session.
     6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
     7. A replica that answers slowly may be frozen. So the timeout is short, and another replica is
@@ -162,14 +162,14 @@ class Reads:
         self._limits = limits
         self._transactions = transactions
         self._feed = feed
-        self._ahead = ReadAhead(transactions.budget)
-        self._reading_ahead: dict[_FetchKey, None] = {}
+        self._read_ahead = ReadAhead(transactions.budget)
+        self._prefetch_keys: dict[_FetchKey, None] = {}
         self._entries: list[LineageEntry] = []
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
         self._is_open = False
-        self._jobs: dict[_FetchKey, _RangeFetch] = {}
-        self._ready: deque[_RangeFetch] = deque()
+        self._range_fetches: dict[_FetchKey, _RangeFetch] = {}
+        self._fetches_to_start: deque[_RangeFetch] = deque()
         self._running: dict[int, _RangeFetch | None] = {}  # None: no request waits any more
         self._delayed: list[tuple[int, _RangeFetch]] = []
         self._token = 0
@@ -178,9 +178,9 @@ class Reads:
         self._avoided_until: dict[ReplicaId, int] = {}
         self.replicas: Sequence[ReplicaId] = ()
         # The storages in the group of this server. The set may change at any time (rule 6).
-        self.nearby: Container[ReplicaId] = ()
-        self.fetches = 0
-        self.failed_fetches = 0
+        self.replicas_in_group: Container[ReplicaId] = ()
+        self.fetch_count = 0
+        self.failed_fetch_count = 0
 
     # -----------------------------------------------------------------------------------------
     # counters
@@ -188,7 +188,7 @@ class Reads:
     def cache_reads(self) -> dict[tuple[str, str], int]:
         """Return the hits and misses of each cache."""
         return {
-            ("transaction", "hit"): self._transactions.hits + self._ahead.hits,
+            ("transaction", "hit"): self._transactions.hits + self._read_ahead.hits,
             ("transaction", "miss"): self._transactions.misses,
             ("feed", "hit"): self._feed.hits,
             ("feed", "miss"): self._feed.misses,
@@ -203,7 +203,7 @@ class Reads:
         """A session has opened: start all waiting fetches in it (rule 5)."""
         self._session_id, self._high_water_mark = session_id, high_water_mark
         self._is_open = True
-        self._ready.extend(range_fetch for _, range_fetch in self._delayed)
+        self._fetches_to_start.extend(range_fetch for _, range_fetch in self._delayed)
         self._delayed.clear()
         return self._start_fetches()
 
@@ -229,18 +229,20 @@ class Reads:
     def clear_caches(self) -> None:
         """Clear all caches, because another owner may have written the log."""
         self._transactions.clear()
-        self._ahead.clear()
-        self._reading_ahead.clear()
+        self._read_ahead.clear()
+        self._prefetch_keys.clear()
         self._feed.clear()
         self._entries.clear()
 
     def abandon(self) -> list[RequestReceived]:
         """The server releases the partition: remove and return all waiting requests."""
         waiting = [
-            request for range_fetch in self._jobs.values() for request in range_fetch.waiting
+            request
+            for range_fetch in self._range_fetches.values()
+            for request in range_fetch.waiting
         ]
-        self._jobs.clear()
-        self._ready.clear()
+        self._range_fetches.clear()
+        self._fetches_to_start.clear()
         # Fetches in progress count for rule 4 until they are answered, even after the release.
         self._running = dict.fromkeys(self._running)
         self._delayed.clear()
@@ -281,7 +283,7 @@ class Reads:
             )
             answer = TransactionDataResponse(message.req_id, transaction_id, (None, error_text))
             return [SendToClient(request.connection, answer, request.cost_bytes)]
-        record = self._ahead.find(transaction_id)
+        record = self._read_ahead.find(transaction_id)
         if record is not None:
             return [_data_answer(request, message, record)]
         range_records = self._read_cached_run(transaction_id, transaction_id, 1, RangeForm.WHOLE)
@@ -291,14 +293,14 @@ class Reads:
 
     def _fetch_key_of(self, transaction_id: TransactionId) -> _FetchKey:
         """Return the key of the fetch for a single transaction (rule 8)."""
-        for key in self._reading_ahead:
+        for key in self._prefetch_keys:
             if key.first <= transaction_id <= key.last:
                 return key
-        if not self._ahead.is_wanted(transaction_id):
+        if not self._read_ahead.should_fetch(transaction_id):
             return _single_fetch_key(transaction_id)
         last = TransactionId(min(transaction_id + PREFETCH_COUNT_MAX - 1, self._high_water_mark))
         key = _FetchKey(transaction_id, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_ahead=True)
-        self._reading_ahead[key] = None
+        self._prefetch_keys[key] = None
         return key
 
     def request_headers(self, first: TransactionId, last: TransactionId) -> list[ReadOutcome]:
@@ -310,7 +312,7 @@ class Reads:
 
     def close(self, connection: ConnectionId, awaited_firsts: Container[TransactionId]) -> None:
         """Drop the requests of a closed connection, as in `on_feeds_ended` (rule 9)."""
-        for range_fetch in self._jobs.values():
+        for range_fetch in self._range_fetches.values():
             range_fetch.waiting = [
                 request for request in range_fetch.waiting if request.connection != connection
             ]
@@ -325,18 +327,20 @@ class Reads:
             range_fetch.key for range_fetch in self._running.values() if range_fetch is not None
         }
         dropped: set[_FetchKey] = set()
-        for key, range_fetch in self._jobs.items():
+        for key, range_fetch in self._range_fetches.items():
             range_fetch.is_for_feed = range_fetch.is_for_feed and key.first in awaited_firsts
             if not (range_fetch.waiting or range_fetch.is_for_feed or key in running):
                 dropped.add(key)
         if dropped:
-            self._ready = deque(
-                range_fetch for range_fetch in self._ready if range_fetch.key not in dropped
+            self._fetches_to_start = deque(
+                range_fetch
+                for range_fetch in self._fetches_to_start
+                if range_fetch.key not in dropped
             )
             self._delayed = [entry for entry in self._delayed if entry[1].key not in dropped]
         for key in dropped:
-            del self._jobs[key]
-            self._reading_ahead.pop(key, None)
+            del self._range_fetches[key]
+            self._prefetch_keys.pop(key, None)
 
     # -----------------------------------------------------------------------------------------
     # caches
@@ -405,7 +409,7 @@ class Reads:
         self._delayed = [
             (at_ms, range_fetch) for at_ms, range_fetch in self._delayed if at_ms > now_ms
         ]
-        self._ready.extend(due_fetches)
+        self._fetches_to_start.extend(due_fetches)
         return self._start_fetches()
 
     def on_range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
@@ -417,12 +421,12 @@ class Reads:
             range_records = _check_range(message, range_fetch.key)
         except WaltzError as error:
             return self.on_fetch_failed(FetchFailed(token, str(error)), now_ms)
-        del self._running[token], self._jobs[range_fetch.key]
-        if range_fetch.key in self._reading_ahead:
-            del self._reading_ahead[range_fetch.key]
-            self._ahead.keep(range_records.first, range_records.lengths, range_records.records)
+        del self._running[token], self._range_fetches[range_fetch.key]
+        if range_fetch.key in self._prefetch_keys:
+            del self._prefetch_keys[range_fetch.key]
+            self._read_ahead.keep(range_records.first, range_records.lengths, range_records.records)
         elif range_fetch.key == _single_fetch_key(range_records.first):
-            self._ahead.note_fetched_up_to(range_records.last)
+            self._read_ahead.note_fetched_up_to(range_records.last)
         out: list[ReadOutcome] = []
         if range_fetch.is_for_feed:
             out.append(_feed_headers_in(range_records))
@@ -438,8 +442,8 @@ class Reads:
         del self._running[event.token]
         if event.first_available > range_fetch.key.first:
             return self._reject_expired(range_fetch, event.first_available)
-        self.failed_fetches += 1
-        self._avoided_until[range_fetch.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
+        self.failed_fetch_count += 1
+        self._avoided_until[range_fetch.tried_replicas[-1]] = self.fetch_count + AVOIDED_FETCH_COUNT
         if range_fetch.key.is_ahead:
             return self._fetch_separately(range_fetch)
         range_fetch.is_damaged_everywhere &= event.damage_code != 0
@@ -449,9 +453,9 @@ class Reads:
         if all(replica in range_fetch.tried_replicas for replica in self.replicas):
             out = self._on_round_ended(range_fetch, event.reason)
         if not range_fetch.waiting and not range_fetch.is_for_feed:
-            del self._jobs[range_fetch.key]
+            del self._range_fetches[range_fetch.key]
         elif range_fetch.tried_replicas:
-            self._ready.append(range_fetch)
+            self._fetches_to_start.append(range_fetch)
         else:
             self._delayed.append((now_ms + range_fetch.retry_ms, range_fetch))
             range_fetch.retry_ms = min(2 * range_fetch.retry_ms, RETRY_MAX_MS)
@@ -492,7 +496,7 @@ class Reads:
         """Reject the requests for records below the start of the log (rule 10)."""
         if range_fetch.key.is_ahead:
             return self._fetch_separately(range_fetch)
-        del self._jobs[range_fetch.key]
+        del self._range_fetches[range_fetch.key]
         error = BeforeLogStart(
             f"partition {self._partition_id}: the log begins at transaction "
             f"{first_available}, so {range_fetch.key.first} is not available",
@@ -507,8 +511,8 @@ class Reads:
 
     def _fetch_separately(self, range_fetch: _RangeFetch) -> list[ReadOutcome]:
         """Fetch each requested transaction separately, because others may be damaged (rule 8)."""
-        del self._jobs[range_fetch.key]
-        self._reading_ahead.pop(range_fetch.key, None)
+        del self._range_fetches[range_fetch.key]
+        self._prefetch_keys.pop(range_fetch.key, None)
         out: list[ReadOutcome] = []
         for request in range_fetch.waiting:
             assert isinstance(request.message, TransactionDataRequest)
@@ -522,10 +526,10 @@ class Reads:
         return self._start_fetches()
 
     def _request_fetch(self, key: _FetchKey, request: RequestReceived | None) -> list[ReadOutcome]:
-        range_fetch = self._jobs.get(key)
+        range_fetch = self._range_fetches.get(key)
         if range_fetch is None:
-            range_fetch = self._jobs[key] = _RangeFetch(key)
-            self._ready.append(range_fetch)
+            range_fetch = self._range_fetches[key] = _RangeFetch(key)
+            self._fetches_to_start.append(range_fetch)
         if request is None:
             range_fetch.is_for_feed = True
         else:
@@ -536,11 +540,11 @@ class Reads:
         out: list[ReadOutcome] = []
         while (
             self._is_open
-            and self._ready
+            and self._fetches_to_start
             and self.replicas
-            and len(self._running) < self._limits.fetches_max
+            and len(self._running) < self._limits.concurrent_fetches_max
         ):
-            range_fetch = self._ready.popleft()
+            range_fetch = self._fetches_to_start.popleft()
             out.append(self._create_fetch(range_fetch))
         return out
 
@@ -552,16 +556,16 @@ class Reads:
         trusted_replicas = [
             replica_id
             for replica_id in untried_replicas
-            if self._avoided_until.get(replica_id, 0) <= self.fetches
+            if self._avoided_until.get(replica_id, 0) <= self.fetch_count
         ]
         trusted_replicas = trusted_replicas or untried_replicas
         candidates = [
-            replica for replica in trusted_replicas if replica in self.nearby
+            replica for replica in trusted_replicas if replica in self.replicas_in_group
         ] or trusted_replicas
         replica = candidates[self._replica_turn % len(candidates)]
         self._replica_turn += 1
         self._token += 1
-        self.fetches += 1
+        self.fetch_count += 1
         range_fetch.tried_replicas.append(replica)
         self._running[self._token] = range_fetch
         key = range_fetch.key
