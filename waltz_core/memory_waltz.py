@@ -254,9 +254,9 @@ class _MemoryClient(AsyncWaltzClient):
             directory, self.links, timeout_s=1.0, fixed_identity=self.ids.current
         )
 
-    async def subscribe_consumer(self, consumer: Consumer, *rest: Any, **named: Any) -> None:  # noqa: ANN401 - passed on
+    async def subscribe_consumer(self, consumer: Consumer, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
         """Apply the feed to a consumer, except while feeds are suspended."""
-        await super().subscribe_consumer(_GatedConsumer(consumer, self._gate), *rest, **named)
+        await super().subscribe_consumer(_GatedConsumer(consumer, self._gate), *args, **kwargs)
 
 
 class _MemoryDirectory:

@@ -48,7 +48,7 @@ class Metric(NamedTuple):
 
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-_ONE, _REPLICA = ("partition",), ("partition", "replica")
+_PARTITION, _REPLICA = ("partition",), ("partition", "replica")
 _CLIENT = ("cluster", "partition")
 _SOURCE = ("cluster", "query", "source", "partition")
 _PRINCIPAL = ("principal",)  # the first 100 principals with a grant, then "other"
@@ -66,19 +66,19 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_appended_transactions_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Transactions that this server has committed.",
     ),
     (
         "server_appended_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of the records that this server has committed.",
     ),
     (
         "server_appended_batches_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Batches of appends that this server has committed.",
     ),
     (
@@ -107,31 +107,31 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_high_water_mark",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "ID of the last committed transaction; -1 if the log is empty.",
     ),
     (
         "server_first_available_transaction",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "ID of the first available transaction; 0 if no transaction has expired.",
     ),
     (
         "server_archived_transaction",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "ID of the last archived transaction; -1 if there is none.",
     ),
     (
         "server_unarchived_transactions",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "Committed transactions that are not in the archive yet.",
     ),
     (
         "server_unarchived_bytes",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         (
             "Approximate size of the committed transactions that are not in the archive yet; "
             "NaN until a storage has reported it."
@@ -140,7 +140,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_unarchived_seconds",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         (
             "Age of the oldest committed transaction that is not in the archive yet; 0 if there "
             "is none."
@@ -149,13 +149,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_store_session",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "Number of the open store session; -1 if none is open.",
     ),
     (
         "server_feed_lag_transactions",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         (
             "Committed transactions that the server has not sent to its slowest feed yet; 0 if "
             "there is no feed."
@@ -164,7 +164,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_engaged_replicas",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "Replicas that are in sync, so that their acknowledgements count for a commit.",
     ),
     (
@@ -182,7 +182,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_false_rejections_ratio",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         (
             "Estimated probability that a lock causes a rejection without a real conflict, for a "
             "client that lags by 1,000 transactions. The cause is the fixed size of the lock "
@@ -211,7 +211,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_fetched_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of records that the server has read from storages for readers and feeds.",
     ),
     (
@@ -304,13 +304,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_appended_transactions_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Transactions that this storage has appended and synced.",
     ),
     (
         "storage_appended_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of the records that this storage has appended and synced.",
     ),
     ("storage_syncs_total", _COUNTER, (), "Calls of fdatasync on segment files."),
@@ -323,25 +323,25 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_read_transactions_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Transactions that this storage has sent to readers and servers.",
     ),
     (
         "storage_read_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of the records that this storage has sent to readers and servers.",
     ),
     (
         "storage_last_transaction",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "ID of the last transaction that is synced on this storage; -1 if there is none.",
     ),
     (
         "storage_low_water_mark",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "Low-water mark of the replica: the replica never truncates transactions up to this ID.",
     ),
     (
@@ -351,50 +351,50 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Replicas of this storage whose log is not trusted until it is repaired.",
     ),
     ("storage_failed_writes_total", _COUNTER, (), "Writes and syncs of files that failed."),
-    ("storage_failed_reads_total", _COUNTER, _ONE, "Reads of files that failed."),
+    ("storage_failed_reads_total", _COUNTER, _PARTITION, "Reads of files that failed."),
     (
         "storage_damaged_transactions",
         _GAUGE,
-        _ONE,
+        _PARTITION,
         "Transactions that are damaged or unreadable on this storage and not repaired yet.",
     ),
     (
         "storage_damage_found_transactions_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Transactions that this storage has found damaged.",
     ),
     (
         "storage_repaired_transactions_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Damaged transactions that were repaired with copies from other replicas.",
     ),
     (
         "storage_scrubbed_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of the records that scrubs have verified.",
     ),
     (
         "storage_archived_transactions_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Transactions that this storage has written to the archive and verified.",
     ),
     (
         "storage_archived_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of the records that this storage has written to the archive and verified.",
     ),
     (
         "storage_archived_objects_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Objects that this storage has written to the archive and verified.",
     ),
-    ("storage_failed_uploads_total", _COUNTER, _ONE, "Uploads to the archive that failed."),
+    ("storage_failed_uploads_total", _COUNTER, _PARTITION, "Uploads to the archive that failed."),
     (
         "storage_running_upload_seconds",
         _GAUGE,
@@ -407,31 +407,31 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_garbage_collected_files_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Files that this storage has deleted from the archive because no manifest lists them.",
     ),
     (
         "storage_garbage_collected_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of the files that this storage has deleted from the archive.",
     ),
     (
         "storage_archive_read_bytes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Bytes of records and headers that this storage has returned from the archive.",
     ),
     (
         "storage_failed_archive_reads_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         "Requests for archived records that this storage could not answer.",
     ),
     (
         "storage_scrub_passes_total",
         _COUNTER,
-        _ONE,
+        _PARTITION,
         ("Completed scrubs: each has verified the whole log of a partition."),
     ),
     (
@@ -611,7 +611,7 @@ TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row i
 assert len(TABLE) == len(_ROWS), "a duplicate name in the table"
 
 
-class Reported(Protocol):
+class CountableReport(Protocol):
     """The part of a `machine.Report` that is counted."""
 
     @property
@@ -625,19 +625,20 @@ class Metrics:
     def __init__(self, area: str, *, with_process: bool = False) -> None:
         self._area = area
         self._registry = CollectorRegistry(auto_describe=False)
-        self._live: dict[str, Any] = {}
+        self._collectors: dict[str, Any] = {}
         # The growth of counters since the last page (rule 4).
-        self._counted: dict[tuple[object, ...], float] = {}
+        self._counter_growth: dict[tuple[object, ...], float] = {}
         # The metrics by name and labels, because a lookup in prometheus_client takes longer than
         # the count itself.
-        self._labeled: dict[tuple[object, ...], Any] = {}
-        # The keys of `_labeled` by label and value, for example to find all metrics of a partition.
-        self._of_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
+        self._labeled_metrics: dict[tuple[object, ...], Any] = {}
+        # The keys of `_labeled_metrics` by label and value, for example to find all metrics of a
+        # partition.
+        self._keys_by_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
         prefix = f"waltz_{area}_"
         for metric in TABLE.values():
             if metric.name.startswith(prefix):
-                self._live[metric.name] = _collector_of(metric, self._registry)
-        assert self._live, f"no metric of the area {area!r}"
+                self._collectors[metric.name] = _collector_of(metric, self._registry)
+        assert self._collectors, f"no metric of the area {area!r}"
         if with_process:
             ProcessCollector(registry=self._registry)
 
@@ -646,28 +647,30 @@ class Metrics:
         assert amount >= 0
         key = (name, *labels.items())
         try:
-            self._counted[key] += amount
+            self._counter_growth[key] += amount
         except KeyError:
             assert TABLE[name].kind is MetricKind.COUNTER
-            self._at(name, labels)  # From now on, the page contains the counter, even with value 0.
-            self._counted[key] = amount
+            self._find_metric(
+                name, labels
+            )  # From now on, the page contains the counter, even with value 0.
+            self._counter_growth[key] = amount
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
         """Set a gauge."""
         assert TABLE[name].kind is MetricKind.GAUGE
-        self._at(name, labels).set(value)
+        self._find_metric(name, labels).set(value)
 
     def set_source(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
         """Let each page read a gauge with `read`, on the thread that builds the page."""
         assert TABLE[name].kind is MetricKind.GAUGE
-        self._at(name, labels).set_function(read)
+        self._find_metric(name, labels).set_function(read)
 
     def observe(self, name: str, seconds: float, **labels: str | int) -> None:
         """Add a duration, in seconds, to a histogram."""
         assert TABLE[name].kind is MetricKind.HISTOGRAM
-        self._at(name, labels).observe(seconds)
+        self._find_metric(name, labels).observe(seconds)
 
-    def report(self, report: Reported) -> None:
+    def report(self, report: CountableReport) -> None:
         """Count a machine's report under its own name (rule 3)."""
         self.add(f"waltz_{self._area}_events_total", event=report.name)
 
@@ -675,24 +678,26 @@ class Metrics:
         """Remove all metrics with these labels, for example those of a partition that has moved."""
         wanted_labels = {(label, str(value)) for label, value in labels.items()}
         assert wanted_labels, "expected at least one label"
-        for key in list(self._of_label.get(min(wanted_labels), ())):
+        for key in list(self._keys_by_label.get(min(wanted_labels), ())):
             name, *label_values = key
             texts = {
                 label: str(value) for label, value in cast("list[tuple[str, object]]", label_values)
             }
             if not wanted_labels <= texts.items():
                 continue
-            self._labeled.pop(key, None)
-            self._counted.pop(key, None)
+            self._labeled_metrics.pop(key, None)
+            self._counter_growth.pop(key, None)
             for pair in texts.items():
-                self._of_label[pair].pop(key)
+                self._keys_by_label[pair].pop(key)
             # The metric may have been removed already, under the same labels in another order.
             with contextlib.suppress(KeyError):
-                self._live[str(name)].remove(*(texts[label] for label in TABLE[str(name)].labels))
+                self._collectors[str(name)].remove(
+                    *(texts[label] for label in TABLE[str(name)].labels)
+                )
 
     def value(self, name: str, **labels: str | int) -> float:
         """Return the value of a counter or gauge; 0 if it was never set."""
-        assert name in self._live
+        assert name in self._collectors
         self._add_counter_growth()
         texts = {key: str(value) for key, value in labels.items()}
         return self._registry.get_sample_value(name, texts) or 0.0
@@ -704,21 +709,21 @@ class Metrics:
 
     def _add_counter_growth(self) -> None:
         """Add the growth since the last page to the counters of prometheus_client."""
-        for (name, *labels), amount in self._counted.items():
+        for (name, *labels), amount in self._counter_growth.items():
             if amount:
                 pairs = cast("list[tuple[str, str | int]]", labels)
-                self._at(cast("str", name), dict(pairs)).inc(amount)
-        self._counted = dict.fromkeys(self._counted, 0.0)
+                self._find_metric(cast("str", name), dict(pairs)).inc(amount)
+        self._counter_growth = dict.fromkeys(self._counter_growth, 0.0)
 
-    def _at(self, name: str, labels: Mapping[str, str | int]) -> Any:  # noqa: ANN401 - three types
+    def _find_metric(self, name: str, labels: Mapping[str, str | int]) -> Any:  # noqa: ANN401 - three types
         if not labels and not TABLE[name].labels:
-            return self._live[name]
+            return self._collectors[name]
         key = (name, *labels.items())
-        metric = self._labeled.get(key)
+        metric = self._labeled_metrics.get(key)
         if metric is None:
-            metric = self._labeled[key] = self._live[name].labels(**labels)
+            metric = self._labeled_metrics[key] = self._collectors[name].labels(**labels)
             for label, value in labels.items():
-                self._of_label.setdefault((label, str(value)), {})[key] = None
+                self._keys_by_label.setdefault((label, str(value)), {})[key] = None
         return metric
 
 

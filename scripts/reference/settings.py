@@ -47,27 +47,27 @@ def _table(settings: Iterable[Field[Any]], users: Sequence[type[Config]]) -> str
     return table(("setting", "type", "default", "bounds", "meaning"), rows)
 
 
-def _type(each: Field[Any]) -> str:
-    if each.type is not int:
-        return "text" if each.type is str else "true or false"
-    return next((unit for part, unit in UNITS.items() if part in each.name), "number")
+def _type(setting_field: Field[Any]) -> str:
+    if setting_field.type is not int:
+        return "text" if setting_field.type is str else "true or false"
+    return next((unit for part, unit in UNITS.items() if part in setting_field.name), "number")
 
 
-def _default(each: Field[Any], users: Sequence[type[Config]]) -> str:
+def _default(setting_field: Field[Any], users: Sequence[type[Config]]) -> str:
     """Return the default, or those of all kinds that use the setting."""
-    if example := each.metadata["example"]:
+    if example := setting_field.metadata["example"]:
         return f"required, for example {code(example)}"
     kinds: dict[str, list[str]] = {}
     for user in users:
-        (matching,) = [setting for setting in fields(user) if setting.name == each.name]
+        (matching,) = [setting for setting in fields(user) if setting.name == setting_field.name]
         default: Any = matching.default
-        default_text = "empty" if default == "" else code(toml_literal(each.name, default))
+        default_text = "empty" if default == "" else code(toml_literal(setting_field.name, default))
         kinds.setdefault(default_text, []).append(user.kind)
     if len(kinds) == 1:
         return next(iter(kinds))
     return "; ".join(f"{', '.join(names)}: {default_text}" for default_text, names in kinds.items())
 
 
-def _bounds(each: Field[Any]) -> str:
-    minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
+def _bounds(setting_field: Field[Any]) -> str:
+    minimum, maximum = setting_field.metadata["minimum"], setting_field.metadata["maximum"]
     return "" if minimum is None else f"{minimum:_} to {maximum:_}"

@@ -94,11 +94,11 @@ class Grants:
         return self._by_principal.get(principal, NO_GRANTS)
 
 
-def _union_of_ranges(one: PartitionRanges, other: PartitionRanges) -> PartitionRanges:
-    if one is None or other is None:
+def _union_of_ranges(ranges: PartitionRanges, other_ranges: PartitionRanges) -> PartitionRanges:
+    if ranges is None or other_ranges is None:
         return None
     merged: list[tuple[int, int]] = []
-    for first, last in sorted((*one, *other)):
+    for first, last in sorted((*ranges, *other_ranges)):
         if merged and first <= merged[-1][1] + 1:
             merged[-1] = merged[-1][0], max(merged[-1][1], last)
         else:
@@ -106,7 +106,10 @@ def _union_of_ranges(one: PartitionRanges, other: PartitionRanges) -> PartitionR
     return tuple(merged)
 
 
-def _includes_ranges(now: PartitionRanges, earlier: PartitionRanges) -> bool:
-    if now is None or earlier is None:
-        return now is None
-    return all(any(low <= first and last <= high for low, high in now) for first, last in earlier)
+def _includes_ranges(current_ranges: PartitionRanges, earlier_ranges: PartitionRanges) -> bool:
+    if current_ranges is None or earlier_ranges is None:
+        return current_ranges is None
+    return all(
+        any(low <= first and last <= high for low, high in current_ranges)
+        for first, last in earlier_ranges
+    )

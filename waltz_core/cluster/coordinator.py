@@ -249,9 +249,9 @@ class Coordinator:
         store = decode_node(self.paths.store, node, model.StoreParams.from_bytes)
         return store.cluster_key == new.cluster_key
 
-    async def find_clusters(self, below: str) -> list[FoundCluster]:
+    async def find_clusters(self, parent_path: str) -> list[FoundCluster]:
         """Return all clusters at a path of this ZooKeeper or below it."""
-        return await find_clusters(self._znodes, below)
+        return await find_clusters(self._znodes, parent_path)
 
     async def root_of(self, cluster_key: UUID) -> str | None:
         """Return the root of the cluster with this key in this ZooKeeper; None if there is none."""

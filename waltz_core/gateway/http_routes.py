@@ -286,9 +286,9 @@ class _FeedResponse(StreamingResponse):
     """A streaming response with a feed; calls `on_end` when it ends, for any reason."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], media: str, on_end: Callable[[], object]
+        self, events: AsyncIterator[bytes], media_type: str, on_end: Callable[[], object]
     ) -> None:
-        super().__init__(events, media_type=media, headers={"Cache-Control": "no-store"})
+        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-store"})
         self._on_end = on_end
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:

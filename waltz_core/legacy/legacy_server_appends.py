@@ -73,11 +73,11 @@ class LegacyAppends:
         del self.in_flight[req_id]
         return [*ended, row.submission] if row.on_committed(transaction_id) else ended
 
-    def on_row_lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
-        """Record that a lock has rejected a row; the server's answer has `estimate` (rule 3)."""
+    def on_row_lock_failed(self, req_id: ReqId, conflicting_id: TransactionId) -> None:
+        """Record that a lock has rejected a row; the answer has `conflicting_id` (rule 3)."""
         row = self.in_flight.get(req_id)
-        if row is not None and row.estimate is None:
-            row.estimate = estimate
+        if row is not None and row.conflicting_id is None:
+            row.conflicting_id = conflicting_id
             self._rejected_rows.append(row)
 
     def end_rejected_rows(self, mark: TransactionId) -> list[SubmissionRows]:
@@ -85,10 +85,10 @@ class LegacyAppends:
         ended = []
         rejected, self._rejected_rows = self._rejected_rows, []
         for row in rejected:
-            assert row.estimate is not None
+            assert row.conflicting_id is not None
             if row.request.req_id not in self.in_flight:
                 continue  # The row was settled meanwhile (rules 1 and 2).
-            if row.estimate > mark:
+            if row.conflicting_id > mark:
                 self._rejected_rows.append(row)
                 continue
             del self.in_flight[row.request.req_id]

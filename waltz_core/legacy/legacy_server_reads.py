@@ -87,10 +87,12 @@ class LegacyServerReads:
 
         Raises Unavailable, like a read at a current server.
         """
-        heads = await self._read_headers(reader, query)
-        last = heads[-1].transaction_id if heads else query.first - 1
+        record_headers = await self._read_headers(reader, query)
+        last = record_headers[-1].transaction_id if record_headers else query.first - 1
         matching_ids = [
-            each for each in heads if not query.header_values or each.header in query.header_values
+            each
+            for each in record_headers
+            if not query.header_values or each.header in query.header_values
         ]
         if query.form is RangeForm.WHOLE:
             return await self._fetch_data(reader, query, matching_ids, TransactionId(last))
@@ -109,11 +111,11 @@ class LegacyServerReads:
         last = min(query.last, query.first + WHOLE_COUNT_MAX - 1)
         if query.header_values:
             last = query.first
-        heads = [
+        record_headers = [
             RecordHeader(TransactionId(transaction_id), _UNKNOWN_REQ_ID, 0)
             for transaction_id in range(query.first, last + 1)
         ]
-        return await self._fetch_data(reader, query, heads, TransactionId(last))
+        return await self._fetch_data(reader, query, record_headers, TransactionId(last))
 
     async def _read_headers(self, reader: LinkToOwner, query: Query) -> list[RecordHeader]:
         count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
@@ -165,13 +167,13 @@ class LegacyServerReads:
         self,
         reader: LinkToOwner,
         query: Query,
-        heads: Sequence[RecordHeader],
+        record_headers: Sequence[RecordHeader],
         last: TransactionId,
     ) -> LegacyRecords:
         """Fetch the data of transactions in order, up to the size limit of the query."""
         records, lengths = bytearray(), list[int]()
-        for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
-            part = heads[start : start + CONCURRENT_REQUESTS_MAX]
+        for start in range(0, len(record_headers), CONCURRENT_REQUESTS_MAX):
+            part = record_headers[start : start + CONCURRENT_REQUESTS_MAX]
             payloads = await run_parallel(
                 self._request_data(reader, head.transaction_id) for head in part
             )
@@ -182,7 +184,9 @@ class LegacyServerReads:
                 )
                 records += record
                 lengths.append(len(record))
-            if len(records) >= query.bytes_max and start + CONCURRENT_REQUESTS_MAX < len(heads):
+            if len(records) >= query.bytes_max and start + CONCURRENT_REQUESTS_MAX < len(
+                record_headers
+            ):
                 last = part[-1].transaction_id
                 break
         return LegacyRecords(last, lengths, bytes(records))

@@ -75,7 +75,9 @@ class LegacyRow:
     request: AppendRequest
     number: int = 0  # the number of the row in the order of sending on this connection
     sent_ms: int = 0
-    estimate: TransactionId | None = None  # the estimate of the lock that has rejected the row
+    conflicting_id: TransactionId | None = (
+        None  # the estimate of the lock that has rejected the row
+    )
 
     @property
     def mark(self) -> int:
@@ -93,9 +95,9 @@ class LegacyRow:
         A complete submission can be answered. If a lock has rejected the row, the outcome is LOCK,
         even if `reason` is different.
         """
-        if self.estimate is None:
+        if self.conflicting_id is None:
             return self._mark_ended(reason)
-        self.submission.conflicting[self.position] = self.estimate
+        self.submission.conflicting[self.position] = self.conflicting_id
         return self._mark_ended(RowOutcomeCode.LOCK)
 
     def _mark_ended(self, reason: RowOutcomeCode) -> bool:

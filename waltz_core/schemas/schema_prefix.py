@@ -96,14 +96,14 @@ def _encode_varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _read_varint(body: bytes, at: int) -> tuple[int, int]:
+def _read_varint(body: bytes, offset: int) -> tuple[int, int]:
     """Decode the zigzag varint at an offset; return it, and the offset after it."""
     value = 0
     for byte_index in range(_VARINT_BYTES_MAX):
-        if at + byte_index >= len(body):
+        if offset + byte_index >= len(body):
             raise BadFormat("the message indexes are truncated")
-        byte = body[at + byte_index]
+        byte = body[offset + byte_index]
         value |= (byte & 0x7F) << (7 * byte_index)
         if not byte & 0x80:
-            return (value >> 1) ^ -(value & 1), at + byte_index + 1
+            return (value >> 1) ^ -(value & 1), offset + byte_index + 1
     raise BadFormat(f"a message index has over {_VARINT_BYTES_MAX} bytes")

@@ -334,14 +334,14 @@ class TableProgress(Generic[ChangesT]):
             )
         return stored
 
-    def _start(self, followed: FollowedLog[ChangesT]) -> TableMarks:
+    def _start(self, followed_log: FollowedLog[ChangesT]) -> TableMarks:
         """Return the start marks of a table without marks.
 
         Raises:
             BadConfig: the start lacks a mark for a partition.
             DataLoss: the log does not contain the transactions after the start.
         """
-        log = followed.state()
+        log = followed_log.state()
         if not self._given_marks:
             start_marks = {
                 partition: log.first_available_ids.get(partition, 0) - 1 for partition in log.marks

@@ -222,10 +222,10 @@ class Link:
         # Messages that arrive before `start`, and events for callers that wait.
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
-        self._arrived = asyncio.Event()
-        self._closed = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self._arrived_event = asyncio.Event()
+        self._closed_event = asyncio.Event()
+        self._drained_event = asyncio.Event()
+        self._drained_event.set()
         self._is_paused_by_owner = False
         self._is_reading = True
         self._has_tls_failed = False
@@ -283,7 +283,7 @@ class Link:
     @property
     def is_congested(self) -> bool:
         """Whether there are too many unsent bytes, so the user should not produce more (rule 3)."""
-        return not self._drained.is_set()
+        return not self._drained_event.is_set()
 
     @property
     def must_pause_feeds(self) -> bool:
@@ -350,7 +350,7 @@ class Link:
         self._on_drained = on_drained
         if self._inbox:
             on_messages(self._take_inbox())
-        if self._closed.is_set():
+        if self._closed_event.is_set():
             assert self.closed_reason is not None
             on_closed(self.closed_reason)
 
@@ -363,8 +363,8 @@ class Link:
         while not self._inbox:
             if self.is_closed:
                 raise Unreachable(f"{self.address}: {self.closed_reason}")
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._arrived_event.clear()
+            await self._arrived_event.wait()
         return self._take_inbox()
 
     def pause_reading(self) -> None:
@@ -427,7 +427,7 @@ class Link:
 
     async def wait_drained(self) -> None:
         """Wait until the link is not congested any more, or is closed."""
-        await self._drained.wait()
+        await self._drained_event.wait()
 
     # ------------------------------------------------------------------ closing
 
@@ -450,7 +450,7 @@ class Link:
 
     async def wait_closed(self) -> None:
         """Wait until the connection is closed and `on_closed` was called."""
-        await self._closed.wait()
+        await self._closed_event.wait()
 
     # ------------------------------------------------------------------ private
 
@@ -481,9 +481,9 @@ class Link:
             if isinstance(error, TimeoutError):  # the kernel's own probes of an idle connection
                 _log.warning("net.peer_silent peer=%s error=%s", self.address, reason)
         self._set_timer(None, None)
-        self._closed.set()
-        self._arrived.set()
-        self._drained.set()
+        self._closed_event.set()
+        self._arrived_event.set()
+        self._drained_event.set()
         self._transport = None
         if self._throttle is not None:
             self._throttle.stop()
@@ -613,7 +613,7 @@ class Link:
             return
         self._inbox += messages
         self._inbox_bytes += count
-        self._arrived.set()
+        self._arrived_event.set()
         self._update_reading()
 
     def _take_inbox(self) -> list[Message]:
@@ -625,9 +625,9 @@ class Link:
 
     def _on_congestion_changed(self, *, is_congested: bool) -> None:
         if is_congested:
-            self._drained.clear()
+            self._drained_event.clear()
         else:
-            self._drained.set()
+            self._drained_event.set()
         self._update_reading()
         if not is_congested:
             self._resume_feeds()

@@ -202,13 +202,15 @@ class MergedDeltaTable:
     ) -> bool:
         """Merge changes; return False if Delta has skipped the `MERGE` (rule 1)."""
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        into = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
+        into_clause = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
         if changes is None or not set(self._key) <= set(schema.names):  # no rows to merge
             changes = self._session.createDataFrame([], "partition int")
-            merge = f"MERGE {into} target._partition = source.partition WHEN MATCHED THEN DELETE"
+            merge = (
+                f"MERGE {into_clause} target._partition = source.partition WHEN MATCHED THEN DELETE"
+            )
         else:
             self._add_key_columns(schema)
-            merge = self._merge_text(into, schema)
+            merge = self._merge_text(into_clause, schema)
             changes = self._with_null_text_checks(changes)
         self._set_commit_settings(marks, self._next_version)
         # The changes may belong to another session; sessions share global views.
@@ -263,10 +265,10 @@ class MergedDeltaTable:
         self._session.conf.set(_AUTO_COMPACTION_SETTING, "false")
         self._session.conf.set(_TIME_ZONE_SETTING, "UTC")
 
-    def _merge_text(self, into: str, schema: StructType) -> str:
+    def _merge_text(self, into_clause: str, schema: StructType) -> str:
         is_new = _type_names(schema).items() - _type_names(self._stored_columns).items()
         evolving = "WITH SCHEMA EVOLUTION " if is_new else ""
-        return f"MERGE {evolving}{into} {merge_actions(schema.names, self._key)}"
+        return f"MERGE {evolving}{into_clause} {merge_actions(schema.names, self._key)}"
 
     def _newest_commits(self, follower: TableMarks) -> tuple[list[DeltaCommit], TableState | None]:
         """Return commits, newest first (none without a table), and the state found in them."""

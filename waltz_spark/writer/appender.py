@@ -141,7 +141,7 @@ class _Chunk:
 class _WaitingRows(NamedTuple):
     """Rejected rows that wait until they are recomputed."""
 
-    due: float
+    due_s: float
     chunk: _Chunk
     conflicting: npt.NDArray[np.int64]
     high_water_mark: int
@@ -343,9 +343,9 @@ class Appender:
             rejected = np.flatnonzero(~is_lost & (reasons != RowOutcomeCode.COMMITTED))
             kept_indexes = np.flatnonzero(reasons == RowOutcomeCode.COMMITTED)
             if len(rejected):
-                due = time.monotonic() + self._recomputer.pause_s(chunk.retries)
+                due_s = time.monotonic() + self._recomputer.pause_s(chunk.retries)
                 winners, mark = outcome.conflicting[rejected], outcome.high_water_mark
-                lane.rejected.append(_WaitingRows(due, chunk.take(rejected), winners, mark))
+                lane.rejected.append(_WaitingRows(due_s, chunk.take(rejected), winners, mark))
         if len(kept_indexes):
             identity = chunk.identity
             if identity is not None and len(kept_indexes) < len(reasons):
@@ -367,7 +367,7 @@ class Appender:
         """Recompute the rows whose delay has passed; yield rows that the function omitted."""
         assert self._recomputer is not None
         now = time.monotonic()
-        for waiting in [each for each in lane.rejected if each.due <= now]:
+        for waiting in [each for each in lane.rejected if each.due_s <= now]:
             lane.rejected.remove(waiting)
             chunk = waiting.chunk
             assert chunk.source is not None
@@ -392,7 +392,7 @@ class Appender:
 
     def _sleep_until_recompute(self) -> None:
         due_times = [
-            each.due for lane in self._rows_by_partition.values() for each in lane.rejected
+            each.due_s for lane in self._rows_by_partition.values() for each in lane.rejected
         ]
         if due_times:
             time.sleep(max(0.0, min(due_times) - time.monotonic()))

@@ -188,7 +188,7 @@ class RowSpool:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._writer: pa.RecordBatchStreamWriter | None = None
-        self._kinds: dict[str, bool] = {}
+        self._is_prefix_stored: dict[str, bool] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +200,10 @@ class RowSpool:
     def put(self, converted: ConvertedRows) -> None:
         """Write rows to the file."""
         parts = {"p": pa.array(converted.partitions), "f": pa.array(converted.is_round_robin)}
-        self._kinds = {"i": converted.identity is not None, "s": converted.source is not None}
+        self._is_prefix_stored = {
+            "i": converted.identity is not None,
+            "s": converted.source is not None,
+        }
         for kind, batch in (
             ("a", converted.append),
             ("i", converted.identity),
@@ -224,9 +227,9 @@ class RowSpool:
             yield ConvertedRows(
                 row_batch.column("p").to_numpy(),
                 _columns_with_prefix(row_batch, "a"),
-                _columns_with_prefix(row_batch, "i") if self._kinds["i"] else None,
+                _columns_with_prefix(row_batch, "i") if self._is_prefix_stored["i"] else None,
                 row_batch.column("f").to_numpy(zero_copy_only=False),
-                _columns_with_prefix(row_batch, "s") if self._kinds["s"] else None,
+                _columns_with_prefix(row_batch, "s") if self._is_prefix_stored["s"] else None,
             )
         self._file.close()
         self._file = self._writer = None

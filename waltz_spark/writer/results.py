@@ -46,23 +46,23 @@ _HIDDEN_PREFIX = "_"
 _RESULT_COLUMN_NAMES = frozenset(part.name for part in RESULT_FIELDS)
 
 
-def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
+def result_batch(final_rows: FinalRows, rejected_status: str) -> pa.RecordBatch:
     """Return the results of rows as a batch; `rejected_status` is the status of rejected rows.
 
     `retry_high_water_mark` is a high-water mark from which a rejected row can be computed again.
     """
-    assert answered.identity is not None
-    identity = answered.identity
+    assert final_rows.identity is not None
+    identity = final_rows.identity
     input_names = [name for name in identity.schema.names if name not in _RESULT_COLUMN_NAMES]
-    committed = answered.reasons == RowOutcomeCode.COMMITTED
+    committed = final_rows.reasons == RowOutcomeCode.COMMITTED
     count = len(committed)
-    marks = np.maximum(answered.conflicting, answered.high_water_mark)
+    marks = np.maximum(final_rows.conflicting, final_rows.high_water_mark)
     outcome_columns = [
         pa.array(np.where(committed, COMMITTED, rejected_status).tolist(), pa.string()),
-        pa.array(np.full(count, answered.partition, np.int32)),
-        pa.array(answered.transaction_ids, pa.int64(), mask=~committed),
-        pa.array(np.full(count, answered.attempt, np.int32)),
-        pa.array(answered.conflicting, pa.int64(), mask=committed),
+        pa.array(np.full(count, final_rows.partition, np.int32)),
+        pa.array(final_rows.transaction_ids, pa.int64(), mask=~committed),
+        pa.array(np.full(count, final_rows.attempt, np.int32)),
+        pa.array(final_rows.conflicting, pa.int64(), mask=committed),
         pa.array(marks.astype(np.int64), pa.int64(), mask=committed),
     ]
     fields = [identity.schema.field(name).with_nullable(nullable=True) for name in input_names]
@@ -133,9 +133,9 @@ class ResultFile:
         self.name = name
         self._writer: pq.ParquetWriter | None = None
 
-    def add(self, answered: FinalRows) -> None:
+    def add(self, final_rows: FinalRows) -> None:
         """Append the outcomes of rows to the file."""
-        batch = result_batch(answered, self._rejected_status)
+        batch = result_batch(final_rows, self._rejected_status)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
                 f"{self._directory.path}/{_HIDDEN_PREFIX}{self.name}",

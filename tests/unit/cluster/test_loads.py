@@ -40,7 +40,7 @@ def measure_load(rates, *, step_ms=5_000):
 def test_a_steady_rate_is_measured_right_from_the_first_sample_on(rate, samples):
     load = measure_load([rate] * samples)
     assert load.per_s == pytest.approx(rate)
-    assert load.measured_ms == samples * 5_000
+    assert load.measured_for_ms == samples * 5_000
 
 
 def test_a_change_of_load_is_measured_after_some_windows():

@@ -120,7 +120,7 @@ def test_a_change_is_not_applied_to_other_replicas():
 def test_a_plan_names_the_joining_storages():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
     plan = ReplicaPlan.for_placement({0: ("B", "C"), 1: ("B", "C")}, assigned)
-    assert plan.joining == {0: ("C",), 1: ()}
+    assert plan.added_replicas == {0: ("C",), 1: ()}
     assert str(ReplicaStep(0, ("A", "B"), ("B", "C"))) == "partition 0: +C -A"
 
 
@@ -200,7 +200,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(plan_case):
         if len(found.before) > 1 or removed:
             assert len(in_sync) >= len(found.after) // 2 + 1
         if removed and not added:
-            assert set(plan.joining[0]) <= owner.in_sync
+            assert set(plan.added_replicas[0]) <= owner.in_sync
         assigned, owner.assigned = after, found.after
     assert set(owner.assigned) == set(wanted)
     for _ in NAMES:  # A former replica may have been unavailable until now.

@@ -269,7 +269,7 @@ async def validate(options: CheckOptions) -> int:
         async def run_check() -> None:
             for client, check in zip(clients, checks, strict=True):
                 await client.subscribe(check, partitions)
-            await _append_with_all(clients, options, written)
+            await _append_with_all_clients(clients, options, written)
             for check in checks:
                 await check.wait_until_reached(written.last_ids)
 
@@ -306,7 +306,7 @@ async def produce(options: CheckOptions) -> int:
         starts = {partition: await client.high_water_mark(partition) for partition in partitions}
         written = WrittenTransactions(options.transactions)
         await _run_with_timeout(
-            options, _append_with_all([client], options, written), lambda: str(written)
+            options, _append_with_all_clients([client], options, written), lambda: str(written)
         )
     result = {
         "written": written.written_count,
@@ -366,7 +366,7 @@ def high_water_mark_before(first: int) -> int:
     return first - 1
 
 
-async def _append_with_all(
+async def _append_with_all_clients(
     clients: list[AsyncWaltzClient], options: CheckOptions, written: WrittenTransactions
 ) -> None:
     """Append with all clients concurrently; afterwards, raise the first error."""
@@ -387,12 +387,12 @@ async def _append_with_all(
 
 
 async def _run_with_timeout(
-    options: CheckOptions, work: Coroutine[Any, Any, None], progress: Callable[[], str]
+    options: CheckOptions, coroutine: Coroutine[Any, Any, None], progress: Callable[[], str]
 ) -> None:
     """Run the work of a check; at the timeout, raise Unavailable with `progress()`."""
     try:
         async with asyncio.timeout(options.timeout_s):
-            await work
+            await coroutine
     except TimeoutError:
         raise Unavailable(
             f"the command did not finish within {options.timeout_s:.0f} s: {progress()}"

@@ -34,20 +34,20 @@ Placement: TypeAlias = Mapping[PartitionId, tuple[ReplicaId, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """The wanted replicas of some partitions; `joining` are the replicas that must get in sync."""
+    """The wanted replicas of some partitions; `added_replicas` must still get in sync."""
 
     wanted: Placement
-    joining: Placement
+    added_replicas: Placement
 
     @staticmethod
     def for_placement(wanted: Placement, assigned: ReplicaAssignments) -> "ReplicaPlan":
         """Return the plan that leads from an assignment to a placement."""
         old_replicas = {partition_id: assigned.replicas_of(partition_id) for partition_id in wanted}
-        joining = {
+        added_replicas = {
             partition_id: tuple(name for name in replicas if name not in old_replicas[partition_id])
             for partition_id, replicas in wanted.items()
         }
-        return ReplicaPlan(dict(wanted), joining)
+        return ReplicaPlan(dict(wanted), added_replicas)
 
 
 class PartitionReplicas(NamedTuple):
@@ -114,7 +114,9 @@ def next_step(
         # The partition has no records yet, so no replica has to copy any. It is sufficient that the
         # old and the new quorums overlap.
         return _step_without_history(partition_id, current, missing, leaving)
-    reason = _session_wait_reason(current) or _sync_wait_reason(current, plan.joining[partition_id])
+    reason = _session_wait_reason(current) or _sync_wait_reason(
+        current, plan.added_replicas[partition_id]
+    )
     if reason is not None:
         return PostponedStep(partition_id, reason)
     if missing:
@@ -188,12 +190,14 @@ def _engaged_replicas(current: PartitionReplicas) -> list[ReplicaId]:
     return [replica for replica, state in states if state.closing_high_water_mark == UNRESOLVED]
 
 
-def _sync_wait_reason(current: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
+def _sync_wait_reason(
+    current: PartitionReplicas, added_replicas: Collection[ReplicaId]
+) -> str | None:
     """Return the reason to wait for a replica in sync (rule 4); None if there is none."""
     copying = [
         replica
         for replica in current.assigned
-        if replica in joining and replica not in current.in_sync_replicas
+        if replica in added_replicas and replica not in current.in_sync_replicas
     ]
     return f"the log is being copied to {_join_names(copying)}" if copying else None
 

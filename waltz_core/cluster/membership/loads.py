@@ -31,7 +31,7 @@ class PartitionLoad(NamedTuple):
     """The load of a partition per second, and how long it has been measured."""
 
     per_s: float
-    measured_ms: int
+    measured_for_ms: int
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ class LoadMeter:
             rate = (total - meter.total) * 1000 / elapsed_ms
             meter.weighted_sum = meter.weighted_sum * old_weight + rate * (1 - old_weight)
             meter.total, meter.counted_at_ms = total, now_ms
-            measured_ms = now_ms - meter.since_ms
+            measured_for_ms = now_ms - meter.since_ms
             loads[partition_id] = PartitionLoad(
-                meter.weighted_sum / (1 - exp(-measured_ms / self._window_ms)), measured_ms
+                meter.weighted_sum / (1 - exp(-measured_for_ms / self._window_ms)), measured_for_ms
             )
         return loads
 
@@ -95,7 +95,7 @@ class LoadAverages:
         """Record published loads; return the loads of all partitions with a known load."""
         for partition_id, owner in owners.items():
             load = reported.get(owner, {}).get(partition_id)
-            if load is not None and load.measured_ms >= self._window_ms:
+            if load is not None and load.measured_for_ms >= self._window_ms:
                 self._confirmed[partition_id] = load.per_s
         self._confirmed = {
             number: load for number, load in self._confirmed.items() if number in owners
@@ -106,7 +106,7 @@ class LoadAverages:
 def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
     """Return the bytes of a node: JSON with the load of each partition and the age of the load."""
     rows = {
-        str(partition_id): [round(load.per_s, 1), load.measured_ms]
+        str(partition_id): [round(load.per_s, 1), load.measured_for_ms]
         for partition_id, load in sorted(loads.items())
     }
     return strict_json.to_json({"format": _FORMAT, "loads": rows})
@@ -143,9 +143,9 @@ def _is_load_row(item: tuple[str, object]) -> bool:
     name, row = item
     if not (is_number(name) and isinstance(row, list) and len(row) == 2):
         return False
-    load, measured_ms = row
+    load, measured_for_ms = row
     return (type(load) in {int, float} and 0 <= load < _NUMBER_LIMIT) and (
-        type(measured_ms) is int and 0 <= measured_ms < _NUMBER_LIMIT
+        type(measured_for_ms) is int and 0 <= measured_for_ms < _NUMBER_LIMIT
     )
 
 

@@ -77,7 +77,7 @@ class ServersView:
     # Live servers that get no partitions, because no other server can connect to them (rule 6).
     excluded: frozenset[ServerId] = frozenset()
     # Servers in the assignment that are not registered. They may still run without a session.
-    absent: frozenset[ServerId] = field(default=frozenset(), compare=False)
+    unregistered: frozenset[ServerId] = field(default=frozenset(), compare=False)
 
     def partitions_of(self, server_id: ServerId) -> dict[PartitionId, Generation]:
         """Return the generations of the partitions that a server owns."""
@@ -132,7 +132,7 @@ class Membership:
         for _ in range(WRITE_ATTEMPTS_MAX):
             try:
                 membership = await self._read_membership()
-                if await self._remove_predecessors(membership, descriptor):
+                if await self._remove_earlier_registrations(membership, descriptor):
                     continue
                 if await self._ensure_registered(membership, descriptor):
                     return
@@ -520,7 +520,7 @@ class Membership:
         await self._nodes.znodes.write([step])
         return False
 
-    async def _remove_predecessors(
+    async def _remove_earlier_registrations(
         self, membership: _MembershipNodes, descriptor: model.ServerDescriptor
     ) -> bool:
         """Delete the nodes of earlier processes at this address; return True if there were any.
@@ -603,5 +603,5 @@ def _servers_view(membership: _MembershipNodes, partition_count: int) -> Servers
         partition_count=partition_count,
     )
     excluded = frozenset(servers.keys() - membership.assignment.servers.keys() if settled else ())
-    absent = frozenset(membership.assignment.servers.keys() - servers.keys())
-    return ServersView(servers, dict(sorted(owners.items())), settled, excluded, absent)
+    unregistered = frozenset(membership.assignment.servers.keys() - servers.keys())
+    return ServersView(servers, dict(sorted(owners.items())), settled, excluded, unregistered)

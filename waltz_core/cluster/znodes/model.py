@@ -77,7 +77,7 @@ class ClusterParams:
             raise reader.format_error(f"expected magic {CLUSTER_MAGIC:08x}, found {magic:08x}")
         reader.version()
         return reader.check_end(
-            ClusterParams(reader.utf("name"), reader.natural("partition count"))
+            ClusterParams(reader.utf("name"), reader.non_negative("partition count"))
         )
 
 
@@ -150,7 +150,7 @@ class PartitionAssignment:
         reader = _Reader(data, "PartitionAssignment")
         reader.version(ASSIGNMENT_VERSION)
         cversion = reader.int32("cversion")
-        partition_count = reader.natural("partition count")
+        partition_count = reader.non_negative("partition count")
         servers: dict[ServerId, dict[PartitionId, Generation]] = {}
         seen: set[PartitionId] = set()
         for _ in range(reader.count("server count", item_bytes=8)):
@@ -159,7 +159,7 @@ class PartitionAssignment:
                 raise reader.format_error(f"server {server_id} is listed twice")
             servers[server_id] = owned = {}
             for _ in range(reader.count("partition list length", item_bytes=8)):
-                partition_id = PartitionId(reader.natural("partition ID"))
+                partition_id = PartitionId(reader.non_negative("partition ID"))
                 if partition_id in seen or partition_id >= partition_count:
                     raise reader.format_error(
                         f"partition {partition_id} is listed twice or is not below "
@@ -191,7 +191,7 @@ class StoreParams:
         reader = _Reader(data, "StoreParams")
         reader.version()
         key = UUID(bytes=reader.take(16, "cluster key"))
-        return reader.check_end(StoreParams(key, reader.natural("partition count")))
+        return reader.check_end(StoreParams(key, reader.non_negative("partition count")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ def encode_id_counter(last_id: int) -> bytes:
 def decode_id_counter(data: bytes) -> int:
     """Decode an ID counter, 0..INT32_MAX; raises BadFormat."""
     reader = _Reader(data, "ID counter")
-    return reader.check_end(reader.natural("last ID"))
+    return reader.check_end(reader.non_negative("last ID"))
 
 
 # --- strings
@@ -521,7 +521,7 @@ class _Reader:
     def int64(self, name: str) -> int:
         return int.from_bytes(self.take(8, name), "big", signed=True)
 
-    def natural(self, name: str) -> int:
+    def non_negative(self, name: str) -> int:
         value = self.int32(name)
         if value < 0:
             raise self.format_error(f"expected {name} of 0 or more, found {value}")
@@ -534,7 +534,7 @@ class _Reader:
         return value
 
     def count(self, name: str, *, item_bytes: int) -> int:
-        value = self.natural(name)
+        value = self.non_negative(name)
         remaining = len(self._data) - self._offset
         if value * item_bytes > remaining:
             raise self.format_error(
@@ -552,7 +552,7 @@ class _Reader:
 
     def partitions(self, name: str) -> tuple[PartitionId, ...]:
         count = self.count(f"length of {name}", item_bytes=4)
-        return tuple(PartitionId(self.natural(name)) for _ in range(count))
+        return tuple(PartitionId(self.non_negative(name)) for _ in range(count))
 
     def new_address(self, known: Mapping[ReplicaId, object]) -> ReplicaId:
         address = ReplicaId(self.utf("storage address"))

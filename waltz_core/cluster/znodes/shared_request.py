@@ -36,7 +36,7 @@ class SharedRequest:
         await self._send()
 
 
-def _retrieve_exception(answered: asyncio.Task[None]) -> None:
+def _retrieve_exception(task: asyncio.Task[None]) -> None:
     """Retrieve the exception, so that asyncio does not log it if all callers were cancelled."""
-    if not answered.cancelled():
-        answered.exception()
+    if not task.cancelled():
+        task.exception()

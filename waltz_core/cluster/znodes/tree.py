@@ -39,20 +39,20 @@ class FoundCluster(NamedTuple):
     params: ClusterParams
 
 
-async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
-    """Return the clusters whose root is `below` or under it, sorted by root.
+async def find_clusters(znodes: Znodes, parent_path: str) -> list[FoundCluster]:
+    """Return the clusters whose root is `parent_path` or under it, sorted by root.
 
     Raises BadRequest if there are too many other nodes.
     """
     await znodes.sync()
     clusters: list[FoundCluster] = []
-    paths, seen_count = [below], 0
+    paths, seen_count = [parent_path], 0
     while paths:
         path = paths.pop(0)
         seen_count += 1
         if seen_count > NODES_MAX:
             raise errors.BadRequest(
-                f"there are more than {NODES_MAX} znodes below {below} of ZooKeeper "
+                f"there are more than {NODES_MAX} znodes below {parent_path} of ZooKeeper "
                 f"{znodes.hosts}. Hint: name a path further down."
             )
         try:

@@ -59,7 +59,7 @@ class KazooHooks:
         self.watchdog = Watchdog(session_timeout_ms, clock_ms())
         self._client = client
         self._addresses: dict[str, dns_lookup.Addresses] = {}
-        self._answer_s = SESSION_ANSWER_TIMEOUT_S_MIN
+        self._session_answer_timeout_s = SESSION_ANSWER_TIMEOUT_S_MIN
         self._is_withholding_heartbeats = False
         connection = client._connection
         self._invoke, connection._invoke = connection._invoke, self._invoke_hooked
@@ -76,10 +76,12 @@ class KazooHooks:
             return self._invoke(timeout_s, request, xid)
         if not self._may_keep_session():
             raise ConnectionDropped("the event loop of the process is blocked")
-        answer_s = min(timeout_s, self._answer_s)
-        self._answer_s = min(2 * self._answer_s, SESSION_ANSWER_TIMEOUT_S_MAX)
+        answer_s = min(timeout_s, self._session_answer_timeout_s)
+        self._session_answer_timeout_s = min(
+            2 * self._session_answer_timeout_s, SESSION_ANSWER_TIMEOUT_S_MAX
+        )
         answer = self._invoke(answer_s, request, xid)
-        self._answer_s = SESSION_ANSWER_TIMEOUT_S_MIN
+        self._session_answer_timeout_s = SESSION_ANSWER_TIMEOUT_S_MIN
         if answer[0].time_out > 0:
             self.watchdog.timeout_ms = answer[0].time_out
         return answer

@@ -70,10 +70,10 @@ class MemoryZooKeeper:
         self._nodes: dict[str, _NodeEntry] = {"/": _NodeEntry(None)}
         self._sessions: list[MemorySession] = []
         self._next_session = 1
-        self._due: list[Signal] = []
-        self._is_firing = False
+        self._signals_to_set: list[Signal] = []
+        self._is_setting_signals = False
         self.now_ms = 0
-        self._later: list[tuple[int, Signal]] = []
+        self._delayed_signals: list[tuple[int, Signal]] = []
 
     def session(self) -> "MemorySession":
         """Open a session with this ZooKeeper."""
@@ -92,9 +92,11 @@ class MemoryZooKeeper:
     def advance(self, ms: int) -> None:
         """Advance the time of all sessions."""
         self.now_ms += ms
-        due = [signal for at_ms, signal in self._later if at_ms <= self.now_ms]
-        self._later = [
-            delayed_signal for delayed_signal in self._later if delayed_signal[0] > self.now_ms
+        due = [signal for at_ms, signal in self._delayed_signals if at_ms <= self.now_ms]
+        self._delayed_signals = [
+            delayed_signal
+            for delayed_signal in self._delayed_signals
+            if delayed_signal[0] > self.now_ms
         ]
         for signal in due:
             signal.set()
@@ -103,7 +105,7 @@ class MemoryZooKeeper:
 
     def set_signal_later(self, signal: Signal, after_ms: int) -> None:
         """Set a signal after `after_ms` milliseconds."""
-        self._later.append((self.now_ms + after_ms, signal))
+        self._delayed_signals.append((self.now_ms + after_ms, signal))
 
     def next_session_number(self) -> int:
         """Return a new session number."""
@@ -127,13 +129,15 @@ class MemoryZooKeeper:
     def apply_operations(self, operations: Sequence[Operation], owner: int) -> list[int]:
         """Do all operations or none, then fire the watches; return the new versions."""
         before = dict(self._nodes)
-        touched: list[str] = []
+        changed_paths: list[str] = []
         try:
-            versions = [self._apply_one(operation, owner, touched) for operation in operations]
+            versions = [
+                self._apply_one(operation, owner, changed_paths) for operation in operations
+            ]
         except errors.CoordinatorConflict:
             self._nodes = before
             raise
-        self._fire_watches(touched)
+        self._fire_watches(changed_paths)
         return versions
 
     def end_session(self, number: int) -> None:
@@ -144,15 +148,15 @@ class MemoryZooKeeper:
 
     # --- private
 
-    def _apply_one(self, operation: Operation, owner: int, touched: list[str]) -> int:
+    def _apply_one(self, operation: Operation, owner: int, changed_paths: list[str]) -> int:
         match operation:
             case CreateNode():
-                return self._create(operation, owner, touched)
+                return self._create(operation, owner, changed_paths)
             case SetNode(path, data, version):
                 entry = self._expect(path, version)
                 written = replace(entry, data=data, version=version + 1, mtime_ms=self.now_ms)
                 self._nodes[path] = written
-                touched.append(path)
+                changed_paths.append(path)
                 return version + 1
             case DeleteNode(path, version):
                 self._expect(path, version)
@@ -160,12 +164,12 @@ class MemoryZooKeeper:
                     raise errors.CoordinatorConflict(f"{path} has children")
                 del self._nodes[path]
                 self._touch_parent(path)
-                touched.append(path)
+                changed_paths.append(path)
                 return NO_NODE
             case CheckVersion(path, version):
                 return self._expect(path, version).version
 
-    def _create(self, operation: CreateNode, owner: int, touched: list[str]) -> int:
+    def _create(self, operation: CreateNode, owner: int, changed_paths: list[str]) -> int:
         parent = self._nodes.get(_parent(operation.path))
         if parent is None:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent does not exist")
@@ -183,7 +187,7 @@ class MemoryZooKeeper:
         owner = owner if operation.is_ephemeral else PERSISTENT
         self._nodes[path] = _NodeEntry(operation.data, owner=owner, mtime_ms=self.now_ms)
         self._touch_parent(path)
-        touched.append(path)
+        changed_paths.append(path)
         return 0
 
     def _expect(self, path: str, version: int) -> _NodeEntry:
@@ -202,21 +206,21 @@ class MemoryZooKeeper:
         entry = self._nodes[parent]
         self._nodes[parent] = replace(entry, cversion=entry.cversion + 1)
 
-    def _fire_watches(self, touched: Sequence[str]) -> None:
-        for path in touched:
+    def _fire_watches(self, changed_paths: Sequence[str]) -> None:
+        for path in changed_paths:
             for session in self._sessions:
-                self._due.extend(session.watches.of_data.pop(path, ()))
+                self._signals_to_set.extend(session.watches.of_data.pop(path, ()))
                 # NB: a change of a child's data also sets these signals, which is unnecessary but
                 # harmless.
-                self._due.extend(session.watches.of_children.pop(_parent(path), ()))
-        if self._is_firing:
+                self._signals_to_set.extend(session.watches.of_children.pop(_parent(path), ()))
+        if self._is_setting_signals:
             return  # rule 3
-        self._is_firing = True
+        self._is_setting_signals = True
         try:
-            while self._due:
-                self._due.pop(0).set()
+            while self._signals_to_set:
+                self._signals_to_set.pop(0).set()
         finally:
-            self._is_firing = False
+            self._is_setting_signals = False
 
 
 class MemorySession:

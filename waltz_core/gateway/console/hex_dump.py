@@ -23,6 +23,6 @@ def hex_dump(data: bytes, *, start: int = 0, characters_max: int) -> tuple[str, 
     return "\n".join(lines), len(data) > end
 
 
-def _dump_line(part: bytes, at: int) -> str:
+def _dump_line(part: bytes, offset: int) -> str:
     text = part.translate(_PRINTABLE).decode("ascii")
-    return f"{at:08x}  {part.hex(' '):<{_HEX_WIDTH}}  {text}"
+    return f"{offset:08x}  {part.hex(' '):<{_HEX_WIDTH}}  {text}"

@@ -75,7 +75,7 @@ def message_pack_to_json(data: bytes, *, characters_max: int) -> tuple[str, bool
         value = reader.read_value(0)
     except _NotMessagePack:
         return None
-    if not reader.is_full() and reader.at != len(data):
+    if not reader.is_full() and reader.offset != len(data):
         return None
     return strict_json.to_json(value).decode(), reader.is_full()
 
@@ -85,12 +85,12 @@ def _is_container(code: int) -> bool:
 
 
 class _Reader:
-    """Reads values from `at` on, until the text has reached its limit."""
+    """Reads values from `offset` on, until the text has reached its limit."""
 
     def __init__(self, data: bytes, characters_max: int) -> None:
         self._data = data
         self._characters_left = characters_max
-        self.at = 0
+        self.offset = 0
 
     def is_full(self) -> bool:
         """Whether the text has reached its limit (rule 3)."""
@@ -135,7 +135,7 @@ class _Reader:
             count = code & 0x0F
         else:
             count = self._read_length(_MAP_CODES[code] if is_map else _ARRAY_CODES[code])
-        if count * (2 if is_map else 1) > len(self._data) - self.at:  # rule 2
+        if count * (2 if is_map else 1) > len(self._data) - self.offset:  # rule 2
             raise _NotMessagePack(f"the payload is too short for a container of {count} elements")
         return self._read_map(count, depth) if is_map else self._read_array(count, depth)
 
@@ -148,7 +148,7 @@ class _Reader:
     def _read_map(self, count: int, depth: int) -> dict[str, Any]:
         pairs: list[tuple[Any, Any]] = []
         while len(pairs) < count and not self.is_full():
-            if self.at < len(self._data) and _is_container(self._data[self.at]):  # rule 4
+            if self.offset < len(self._data) and _is_container(self._data[self.offset]):  # rule 4
                 raise _NotMessagePack(
                     "expected a number or a text as key of a map, found a container"
                 )
@@ -201,19 +201,19 @@ class _Reader:
     def _take_shown(self, length: int) -> tuple[bytes, bool]:
         """Consume bytes of a text or of binary data; return the part that fits into the text."""
         self._check_length(length)
-        part = self._data[self.at : self.at + min(length, max(0, self._characters_left))]
-        self.at += length
+        part = self._data[self.offset : self.offset + min(length, max(0, self._characters_left))]
+        self.offset += length
         self._characters_left -= length
         return part, len(part) < length
 
     def _take(self, length: int) -> bytes:
         self._check_length(length)
-        part = self._data[self.at : self.at + length]
-        self.at += length
+        part = self._data[self.offset : self.offset + length]
+        self.offset += length
         return part
 
     def _check_length(self, length: int) -> None:
-        if length > len(self._data) - self.at:  # rule 2
+        if length > len(self._data) - self.offset:  # rule 2
             raise _NotMessagePack("the payload is truncated")
 
 

@@ -58,8 +58,8 @@ class ConnectionAccess:
     """The permissions and limits of one connection; rules refer to `port_access.py`."""
 
     __slots__ = (
+        "_current_grants",
         "_end",
-        "_granted",
         "_has_id_without_proof",
         "_is_registered",
         "_over_limit",
@@ -85,9 +85,9 @@ class ConnectionAccess:
         self._port = port
         self._end = end
         self._token_hash: str | None = None
-        self._granted = self._grants()
+        self._current_grants = self._read_grants()
 
-    def _grants(self) -> PrincipalGrants:
+    def _read_grants(self) -> PrincipalGrants:
         grants = self._port.grants
         return NO_GRANTS if grants is None else grants.for_principal(self.principal)
 
@@ -98,7 +98,9 @@ class ConnectionAccess:
         Also True before the port has read the permissions, and with `access = "report"` (rule 6).
         """
         port = self._port
-        return not port.is_enforced or port.grants is None or bool(self._granted.ranges_by_verb)
+        return (
+            not port.is_enforced or port.grants is None or bool(self._current_grants.ranges_by_verb)
+        )
 
     def take_token(self, secret: bytes) -> None:
         """Set the principal from a token; raises AuthenticationFailed."""
@@ -106,7 +108,7 @@ class ConnectionAccess:
         token = self._port.valid_token(token_hash)
         self.principal, self.expires_ms = token.principal, token.expires_ms
         self._token_hash = token_hash
-        self._granted = self._grants()
+        self._current_grants = self._read_grants()
         self._port.watch_expiry()
 
     def register_connection(self, count: Callable[[str], None]) -> None:
@@ -130,7 +132,7 @@ class ConnectionAccess:
 
     def _tenant(self) -> str:
         is_limited = self.quota is not None and self.quota.limits.connections is not None
-        is_server = AccessVerb.REPLICATE in self._granted.ranges_by_verb
+        is_server = AccessVerb.REPLICATE in self._current_grants.ranges_by_verb
         is_tenant = self._port.is_enforced and self._port.grants is not None
         return self.principal if is_tenant and not is_server and not is_limited else ""
 
@@ -182,9 +184,11 @@ class ConnectionAccess:
                 self._end(str(error))
                 return
             self.principal, self.expires_ms = token.principal, token.expires_ms
-        earlier_grants, self._granted = self._granted, self._grants()
+        earlier_grants, self._current_grants = self._current_grants, self._read_grants()
         # The client IDs of the mounts belong to the earlier principal (rule 7).
-        is_changed = self.principal != principal or not self._granted.includes(earlier_grants)
+        is_changed = self.principal != principal or not self._current_grants.includes(
+            earlier_grants
+        )
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} were changed")
         elif is_first and not self.has_permission:
@@ -221,22 +225,22 @@ class ConnectionAccess:
         if requirement.scope is Scope.NAMED:
             partitions_to_check = named_partitions = message.named_partitions()
             if len(named_partitions) > 1:
-                partitions_to_check = self._granted.partitions_to_check(
+                partitions_to_check = self._current_grants.partitions_to_check(
                     requirement, named_partitions
                 )
         for partition in partitions_to_check or _NO_PARTITION:
-            missing = self._granted.missing_verb(requirement, partition)
+            missing = self._current_grants.missing_verb(requirement, partition)
             if missing is not None:
                 error = self._denial_error(requirement, missing, partition, message)
                 if error is not None:
-                    return self._as_known_error(error, message.protocol, version)
+                    return self._error_for_version(error, message.protocol, version)
                 break
         if isinstance(message, MountRequest | MountWriter) and not self._is_own_id(message):
             error = self._report_denial(
                 requirement, message, lambda: ClientIdDenied(self._id_text(message))
             )
             if error is not None:
-                return self._as_known_error(error, message.protocol, version)
+                return self._error_for_version(error, message.protocol, version)
         return None if over_limit is None else over_limit[1]
 
     def proof_of(self, client_id: int) -> bytes:
@@ -367,7 +371,7 @@ class ConnectionAccess:
         hint = "Hint: `waltz-core access grant` grants the verb"
         if partition is not None:
             scope_text = f"partition {partition}"
-            if any(self._granted.ranges_by_verb.get(verb) for verb in requirement.verbs):
+            if any(self._current_grants.ranges_by_verb.get(verb) for verb in requirement.verbs):
                 hint += (
                     "; a client that has permissions for some partitions only must name them "
                     "(docs/access.md)"
@@ -415,7 +419,7 @@ class ConnectionAccess:
         self._end(str(error))
         return error
 
-    def _as_known_error(
+    def _error_for_version(
         self, error: WaltzError, protocol: WireProtocol, version: int | None
     ) -> WaltzError:
         """Replace an error that the peer's version does not have (rule 5)."""

@@ -96,7 +96,7 @@ class HandshakeLimits:
                 f"{self._in_progress[host]} handshakes of this host are in progress; the limit "
                 f"is {self._count}"
             )
-        if not self._take(host):
+        if not self._take_handshake_token(host):
             return f"this host begins more than {self._per_s} handshakes per second"
         self._count += 1
         self._in_progress[host] += 1
@@ -110,7 +110,7 @@ class HandshakeLimits:
         if not self._in_progress[host]:
             del self._in_progress[host]
 
-    def _take(self, host: str) -> bool:
+    def _take_handshake_token(self, host: str) -> bool:
         now_s = self._clock_s()
         tokens_left = self._tokens_left(host, now_s)
         if tokens_left < 1:
@@ -192,7 +192,7 @@ class LinkLimits:
         # The links that were unauthorized when they were opened, by host.
         self._unauthorized: dict[str, dict[LimitedLink, None]] = {}
         self._tenants: dict[LimitedLink, str] = {}
-        self._of_tenants: Counter[str] = Counter()
+        self._links_per_tenant: Counter[str] = Counter()
 
     def add_link(self, link: LimitedLink) -> str:
         """Register a new link and return ""; or return the reason why it must be rejected."""
@@ -213,11 +213,11 @@ class LinkLimits:
 
         `tenant` is "" if the principal is not a tenant. Raises Overloaded (rule 3).
         """
-        self._leave(link)
+        self._leave_tenant(link)
         if not tenant:
             return
         count_max = self._links_max // TENANT_SHARE
-        if self._of_tenants[tenant] >= count_max:
+        if self._links_per_tenant[tenant] >= count_max:
             raise Overloaded(
                 f"{tenant} exceeds the limit of {count_max} connections at this port, which "
                 "applies to principals without a limit of their own. Hint: set one with "
@@ -225,18 +225,18 @@ class LinkLimits:
                 REJECTED_CONNECTION_RETRY_MS,
             )
         self._tenants[link] = tenant
-        self._of_tenants[tenant] += 1
+        self._links_per_tenant[tenant] += 1
 
-    def _leave(self, link: LimitedLink) -> None:
+    def _leave_tenant(self, link: LimitedLink) -> None:
         tenant = self._tenants.pop(link, "")
         if tenant:
-            self._of_tenants[tenant] -= 1
-            if not self._of_tenants[tenant]:
-                del self._of_tenants[tenant]
+            self._links_per_tenant[tenant] -= 1
+            if not self._links_per_tenant[tenant]:
+                del self._links_per_tenant[tenant]
 
     def remove_link(self, link: LimitedLink) -> None:
         """Remove a link from all counts."""
-        self._leave(link)
+        self._leave_tenant(link)
         self._incomplete_bytes -= self._links.pop(link, 0)
         host = network_of(link.host)
         of_host = self._unauthorized.get(host, {})
