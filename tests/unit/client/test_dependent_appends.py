@@ -41,11 +41,11 @@ def test_a_client_that_has_seen_no_predecessor_claims_none():
 
 def test_each_report_is_added_to_the_earlier_ones():
     first = NO_PREDECESSORS.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
-    assert (first.session_id, first.mount, first.base, first.mark) == (SESSION, MOUNT, 5, 9)
+    assert (first.session_id, first.mount, first.base_mark, first.mark) == (SESSION, MOUNT, 5, 9)
     assert ids(first.predecessors) == [6, 8]
     assert first.predecessors[0].value() == 6
     more = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS)
-    assert (more.base, more.mark) == (5, 11)
+    assert (more.base_mark, more.mark) == (5, 11)
     assert ids(more.predecessors) == [6, 8, 11]
     assert ids(more.predecessors_above(8)) == [11]
 
@@ -67,7 +67,7 @@ def test_an_append_with_other_locks_claims_the_mark_of_the_state():
     assert (claimed.session_id, claimed.mount, claimed.predecessors) == (SESSION, MOUNT, ())
     # After a rejection by a lock the client receives all predecessors again.
     replaced = claimed.with_predecessors(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
-    assert (replaced.base, replaced.mark, ids(replaced.predecessors)) == (5, 10, [6, 7])
+    assert (replaced.base_mark, replaced.mark, ids(replaced.predecessors)) == (5, 10, [6, 7])
     assert replaced.mark_and_state(5, (*LOCKS, 33)) == (10, replaced)
 
 

@@ -134,16 +134,16 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
 
     waiting_since[A_REPLICA] = 1_000
     waits.publish(1_500)
-    assert (wait_s(), waits.silent) == (0, set())
+    assert (wait_s(), waits.silent_replicas) == (0, set())
     waits.publish(4_000)
-    assert (wait_s(), waits.silent) == (3, set())
+    assert (wait_s(), waits.silent_replicas) == (3, set())
     for now_ms in (11_000, 12_000):
         waits.publish(now_ms)
-    assert (wait_s(), waits.silent) == (11, {A_REPLICA})
+    assert (wait_s(), waits.silent_replicas) == (11, {A_REPLICA})
     assert metrics.value("waltz_server_events_total", event="replica.silent") == 1
     waiting_since[A_REPLICA] = 12_900
     waits.publish(13_000)
-    assert (wait_s(), waits.silent) == (0, set())
+    assert (wait_s(), waits.silent_replicas) == (0, set())
     assert [each.message for each in caplog.records] == [
         f"replica.silent partition=3 replica={A_REPLICA}",
         f"replica.responsive partition=3 replica={A_REPLICA}",

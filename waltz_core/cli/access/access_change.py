@@ -231,7 +231,7 @@ async def read_revision_use(
     servers = await coordinator.read_latest_servers()
     daemons = {**_registered_server_texts(servers), **await _storage_texts(coordinator)}
     unregistered = {
-        server_node_name(server_id): f"server {server_id}" for server_id in servers.absent
+        server_node_name(server_id): f"server {server_id}" for server_id in servers.unregistered
     }
     for name, text in {**unregistered, **(servers_before or {}), **daemons}.items():
         used_revision = published.get(name)

@@ -136,9 +136,9 @@ class PendingRow:
     ) -> None:
         """Make the row depend on appends in flight; `mark` is the mark of its state, if known."""
         if mark is None and pipelined_state.has_received_predecessors:
-            mark = pipelined_state.base
+            mark = pipelined_state.base_mark
         mark = self.mark if mark is None else mark
-        if mark < pipelined_state.base:  # the client does not know the transactions in between
+        if mark < pipelined_state.base_mark:  # the client does not know the transactions in between
             self.mark, self.pipelined_state = pipelined_state.without_predecessors_at(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
