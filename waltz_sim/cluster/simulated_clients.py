@@ -193,7 +193,7 @@ class SimClient(Process):
                 self.call_after_us(1_000, lambda: self._renew_client_id(client_id))
             case stream_events.FeedLagging():
                 # The logs are small, so the missed range is requested from the server at once.
-                mark = effect.fed
+                mark = effect.feed_mark
                 self.call_after_us(1_000, lambda: self.step(stream_events.ResumeFeed(mark)))
             case stream_events.StreamStopped():
                 self.world.note(f"{self.name} stopped: {effect.error}")
