@@ -237,12 +237,12 @@ def _powers() -> U32:
 
 @cache
 def _trailer_products() -> U32:
-    """Return tables of the products that `_run_within` XORs, for each bit of the summed CRCs.
+    """Return the products of 33 constant factors with each octet, for `_run_within`.
 
     The CRC of bytes followed by their own CRC is a linear map of that CRC, plus a constant. The
     first 32 factors are the images of the 32 bits under this map. The last factor is the constant,
     which applies to the sum of all powers. Each factor has four tables of 256 products, one for
-    each octet of the sum.
+    each octet of the sum with which `_run_within` multiplies the factor.
     """
     units = np.zeros(33, dtype=np.uint32)
     units[:32] = np.uint32(1) << np.arange(32, dtype=np.uint32)

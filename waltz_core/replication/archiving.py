@@ -609,7 +609,7 @@ class SessionArchiver:
         engaged: Sequence[ReplicaSession],
         now_ms: int,
     ) -> None:
-        """Request the chain at the range's end from another replica that has it (rule 3)."""
+        """Request the chain at the range's end from another replica that has the range (rule 3)."""
         others = [peer for peer in engaged if peer.replica != attempt.replica]
         # Successive attempts compare with different replicas, because the chain of a log with a
         # reconstructed batch differs.

@@ -150,10 +150,10 @@ class ChangeDecoder:
     def add_part(
         self, changes: ArrowTable, chunks: Sequence[tuple[int, RangeChunk]], starts: MarkMap
     ) -> ArrowTable:
-        """Add the changes in one more part of a batch; return the last changes so far.
+        """Add the changes in one more part of a batch; return the last change of each key.
 
         Args:
-            changes: the last changes so far.
+            changes: the last change of each key in the earlier parts.
             chunks: the chunks of the part with their partitions. They may contain transactions of
                 other tables.
             starts: the marks of the table.

@@ -528,7 +528,10 @@ def _check_engine(engine: sa.Engine) -> None:
 
 
 class _Guard(threading.local):
-    """This thread's connection whose transaction must stay open, and a call that would end it."""
+    """The guarded connection of this thread, whose transaction must stay open.
+
+    `broken_by` is the call or the statement that would have ended the transaction, if any.
+    """
 
     connection: sa.Connection | None = None
     broken_by: str | None = None

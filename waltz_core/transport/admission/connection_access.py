@@ -314,7 +314,7 @@ class ConnectionAccess:
         self._audit_denial(peer, name, message, error, is_enforced=True)
 
     def audit_request(self, request: Message) -> AuditedRequest | None:
-        """Return a request for the audit log; None if the log does not record it."""
+        """Return the audit entry of a request; None if the request is not audited."""
         audit, requirement = self._port.audit, _requirement_of(request)
         if (
             audit is None
