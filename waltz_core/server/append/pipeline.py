@@ -132,7 +132,7 @@ class AppendPipeline:
         return self._in_flight.gathered_count
 
     def due_ms(self, now_ms: int) -> int | None:
-        """When `process_slice` has work next; None if it has none until a commit or request."""
+        """When `process_slice` has work next; None if only a commit or a request brings work."""
         at_ms = earliest(self._next_request(now_ms)[1], self._lock_queues.due_ms)
         at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_draft_due_ms(now_ms))
@@ -571,7 +571,7 @@ class AppendPipeline:
         )
 
     def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
-        """A batch with rows of this request is final: answer the request if it was the last one."""
+        """A batch with rows of this request is final: answer the request if all its rows are."""
         if isinstance(pending, PendingBatch):
             pending.in_flight_count -= 1
         self._completions.answer_if_final(pending, out)
