@@ -76,10 +76,10 @@ def combine_many(crc_a: U32, crc_b: U32, len_b: I64 | int) -> U32:
 
 
 def shift_many(crcs: U32, length: I64 | int) -> U32:
-    """Shift each CRC by `length` bytes, for bytes that `length` more bytes follow.
+    """Shift the CRC of each row, because `length` more bytes follow the row.
 
-    The XOR of the result and the CRC of the following bytes is the CRC of both parts. `length` is
-    one number of bytes per row, or one for all rows, which is cheaper.
+    The XOR of the shifted CRC and the CRC of the following bytes is the CRC of both parts together.
+    `length` is one number of bytes per row, or one for all rows, which is cheaper.
     """
     if isinstance(length, int):
         return _shift_all(crcs, length)
@@ -206,7 +206,10 @@ def _byte_table() -> U32:
 
 @cache
 def _shift_tables(exponent: int) -> U32:
-    """Return the maps for `digit * 64**exponent` zero bytes, as an array [octet, digit, value]."""
+    """Return tables that shift a CRC by `digit * 64**exponent` bytes, for each digit.
+
+    The array has the indexes [octet of the CRC, digit, value of the octet].
+    """
     assert 0 <= exponent < LENGTH_MAX.bit_length() // _DIGIT_BITS
     identity = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]
     if exponent == 0:

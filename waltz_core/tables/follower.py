@@ -138,10 +138,10 @@ class FollowedTable(Protocol[ChangesT_contra]):
     """A table in any format, as the follower uses it."""
 
     def create(self, start: TableMarks) -> None:
-        """Create the table, at the latest in `finish`; its first commit contains the marks.
+        """Create the table now or later, at the latest in `finish`.
 
-        Until then, `marks` returns the start marks. So a failed first batch need not leave an empty
-        table.
+        The first commit of the table contains the start marks. Until the table is created, `marks`
+        returns the start marks. So a failed first batch need not leave an empty table.
 
         Raises:
             Superseded: the table exists already.

@@ -33,8 +33,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     10. A dependent append (`dependent_appends.py`) is validated as if its predecessors were in the
         log. If the predecessors were not in flight in this same session, the append is rejected.
         While a batch is in flight, admitted dependent appends are gathered, and submitted when this
-        batch is committed. If other writers then wait, the gathered appends are submitted at the
-        earliest `GATHER_MS` after this batch was submitted.
+        batch is committed. But if other writers wait at that time, the gathered appends are not
+        submitted before `GATHER_MS` have passed since the submission of this batch.
 """
 
 from collections.abc import Iterable
@@ -139,7 +139,10 @@ class AppendPipeline:
         return earliest(at_ms, self.lock_loader.due_ms(now_ms))
 
     def _gathered_draft_due_ms(self, now_ms: int) -> int | None:
-        """Return when the gathered draft is submitted, if no commit happens before (rule 10)."""
+        """Return when the gathered draft must be submitted (rule 10).
+
+        Return None if there is no draft, or if the draft waits for the commit of a batch.
+        """
         in_flight = self._in_flight
         if in_flight.draft is None or not self._is_open or len(in_flight):
             return None
