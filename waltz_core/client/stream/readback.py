@@ -45,9 +45,10 @@ class ReadBack:
         self._request = None
 
     def on_before_log_start(self) -> bool:
-        """The log begins after the requested IDs; return whether these are of rows in doubt.
+        """The log begins after the requested IDs; return whether rows in doubt may have these IDs.
 
-        The outcome of such rows is unknown (rule 3). Otherwise, the request was for the chain hash.
+        If so, the outcome of these rows is unknown (rule 3). Otherwise, the request was for the
+        chain hash.
         """
         self._request = None
         if self._chain is not None:
