@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.record import ClientId
 
-# Servers issue IDs from this number upwards, so that no other process can issue the same IDs.
+# Servers issue IDs from this number upwards. Clients that allocate their IDs in ZooKeeper use lower
+# numbers, so the two ranges do not overlap.
 FIRST_ISSUED_ID: Final = ClientId(1 << 30)
 BEFORE_FIRST_ISSUED_ID: Final = ClientId(FIRST_ISSUED_ID - 1)
 PROOF_BYTES: Final = 16

@@ -144,7 +144,7 @@ class ArchivedRecords(NamedTuple):
 
 
 class RowGroupOutline(NamedTuple):
-    """The part of a row group that the chain hashes cover: record CRCs and batches.
+    """The input of the chain hashes for one row group: the CRCs of the records, and the batches.
 
     `crcs` has 4 big-endian bytes for each record.
     """

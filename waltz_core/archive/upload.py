@@ -291,7 +291,7 @@ def _split_into_row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun
 
 
 def write_and_verify(store: ArchiveStore, name: str, data: bytes) -> None:
-    """Write a file of a manifest, and check that the store returns the same bytes.
+    """Write a manifest's head or page, and check that the store returns the same bytes.
 
     Raises ArchiveUnavailable, or ChecksumMismatch if the bytes differ.
     """

@@ -405,8 +405,7 @@ class Coordinator:
         """Replace the replica assignment by the result of `change`; return the new assignment.
 
         After a concurrent write, `change` is called again. Raises BadRequest if `change` adds too
-        many replicas to a partition at once, or removes its last replica
-        (docs/design/correctness.md 2.4, row 36).
+        many replicas to a partition at once (docs/design/correctness.md 2.4, row 36).
         """
         path = self.paths.replica_assignment
         partition_count = (await self.read_cluster()).params.partition_count
@@ -572,7 +571,7 @@ class Coordinator:
         return await self._membership.read()
 
     async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view, and if no server is live, until cancelled."""
+        """Call back with each settled view, and when no server is live. Run until cancelled."""
         await self._membership.follow(callback)
 
 

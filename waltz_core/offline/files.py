@@ -1,4 +1,4 @@
-"""Opens and lists files for reading only, and excludes a storage while they are read.
+"""Opens and lists files for reading only, and prevents a storage from running meanwhile.
 
 The storage's own `RealDisk` opens every file for writing, which is not possible for a backup on a
 read-only disk. This code cannot change any file.

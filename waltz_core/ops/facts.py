@@ -106,7 +106,7 @@ class ArchiveFacts:
 
     `failure_count` is the number of failed attempts since the last successful attempt, and `error`
     is the last error. `is_damaged` is true if this error is a missing or corrupt file of the
-    archive. `read_damage` is an error of the same kind in a read.
+    archive. `read_damage` is the last error of this kind that a read has found.
     """
 
     url: str

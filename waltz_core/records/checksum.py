@@ -76,10 +76,10 @@ def combine_many(crc_a: U32, crc_b: U32, len_b: I64 | int) -> U32:
 
 
 def shift_many(crcs: U32, length: I64 | int) -> U32:
-    """Shift each CRC by `length` bytes, for bytes that `length` more bytes follow.
+    """Shift the CRC of each row, because `length` more bytes follow the row.
 
-    The XOR of the result and the CRC of the following bytes is the CRC of both parts. `length` is
-    one number of bytes per row, or one for all rows, which is cheaper.
+    The XOR of the shifted CRC and the CRC of the following bytes is the CRC of both parts together.
+    `length` is one number of bytes per row, or one for all rows, which is cheaper.
     """
     if isinstance(length, int):
         return _shift_all(crcs, length)
@@ -206,7 +206,10 @@ def _byte_table() -> U32:
 
 @cache
 def _shift_tables(exponent: int) -> U32:
-    """Return the maps for `digit * 64**exponent` zero bytes, as an array [octet, digit, value]."""
+    """Return tables that shift a CRC by `digit * 64**exponent` bytes, for each digit.
+
+    The array has the indexes [octet of the CRC, digit, value of the octet].
+    """
     assert 0 <= exponent < LENGTH_MAX.bit_length() // _DIGIT_BITS
     identity = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]
     if exponent == 0:
@@ -237,12 +240,12 @@ def _powers() -> U32:
 
 @cache
 def _trailer_products() -> U32:
-    """Return tables of the products that `_run_within` XORs, for each bit of the summed CRCs.
+    """Return the products of 33 constant factors with each octet, for `_run_within`.
 
     The CRC of bytes followed by their own CRC is a linear map of that CRC, plus a constant. The
     first 32 factors are the images of the 32 bits under this map. The last factor is the constant,
     which applies to the sum of all powers. Each factor has four tables of 256 products, one for
-    each octet of the sum.
+    each octet of the sum with which `_run_within` multiplies the factor.
     """
     units = np.zeros(33, dtype=np.uint32)
     units[:32] = np.uint32(1) << np.arange(32, dtype=np.uint32)

@@ -103,7 +103,7 @@ class LockBlockReader:
         self.is_exhausted = False  # no further block can be valid
 
     def block_ending_at(self, end: LogEnd, steps_max: int) -> LockBlock | None:
-        """Return the block that ends at `end`; None if the next `steps_max` blocks lack it."""
+        """Search `steps_max` further blocks for the one that ends at `end`; None if not found."""
         for _ in range(steps_max):
             block = self._take_last_block()
             if block is None or block.end.last < end.last:

@@ -9,15 +9,16 @@ import pyarrow as pa
 
 
 def plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
-    """Return the type of the values that a payload stores for an Arrow type.
+    """Return the Arrow type of the values that a payload stores for a column of type `kind`.
 
-    A packer supports the Python values of this type. A cast from it to `kind` is exact.
+    A packer supports the Python values of the returned type. A cast from the returned type to
+    `kind` is exact.
     """
     return nested_type(kind, lambda flat: _plain_flat(flat, data_format))
 
 
 def nested_type(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type in which `leaf` has replaced each flat type."""
+    """Return the type `kind` in which each flat type is replaced by the result of `leaf`."""
     if pa.types.is_map(kind):
         return pa.map_(nested_type(kind.key_type, leaf), nested_type(kind.item_type, leaf))
     if pa.types.is_struct(kind):

@@ -164,7 +164,7 @@ class _BacklogEstimate:
         self._archived_last = archived
 
     def on_backlog_reported(self, notice: RangeArchived, now_ms: int) -> None:
-        """Update the estimate: a replica has reported the records that it found not archived."""
+        """Update the estimate: a replica has reported the amount of its unarchived records."""
         last = TransactionId(notice.unarchived_last)
         if last > self._archived_last:
             self._last_report = (self._archived_last, last, notice.unarchived_bytes)
@@ -430,7 +430,7 @@ class SessionArchiver:
                 self._requested_expiry, self._next_expiry_at_ms = requested, now_ms
 
     def is_expiry_done(self, bounds: ExpiryBounds) -> bool:
-        """Whether an expiry with at least these limits was carried out on the whole archive."""
+        """Whether these limits, or higher ones, have been applied to the whole archive."""
         expired, last = self._finished_expiry
         return last == self.last and all(map(le, bounds, expired))
 
@@ -629,7 +629,7 @@ class SessionArchiver:
         engaged: Sequence[ReplicaSession],
         now_ms: int,
     ) -> None:
-        """Request the chain at the range's end from another replica that has it (rule 3)."""
+        """Request the chain at the range's end from another replica that has the range (rule 3)."""
         others = [peer for peer in engaged if peer.replica != attempt.replica]
         # Successive attempts compare with different replicas, because the chain of a log with a
         # reconstructed batch differs.

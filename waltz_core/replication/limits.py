@@ -28,15 +28,15 @@ class SessionLimits:
           pauses start at `retry_ms_min` and double up to `retry_ms_max`. The pauses between
           requests to an unavailable coordinator double in the same way.
         - `redial_ms_...`: pauses between dials of a storage without a connection.
-        - `rejected_retry_ms`: pause after a storage or the metadata was rejected, when an operator
-          may have to act.
+        - `rejected_retry_ms`: pause after an error that an operator may have to correct: a storage
+          was rejected, or the metadata does not permit a claim.
         - `opening_grace_ms`: how long a session that could open waits for replicas that are nearly
           ready.
 
     Timeouts:
-        - `answer_ms_max`: answer timeout of a replica. The session drops a replica that exceeds it,
-          until the session is settled and the replica has answered PREPARE. Later, another source
-          replaces a slow source.
+        - `answer_ms_max`: answer timeout of a replica. Until the session is settled and the replica
+          has answered PREPARE, the session drops a replica that exceeds the timeout. Later, such a
+          replica stays in the session, but another source replaces it in repairs.
         - `quorum_ms_max`: how long the owner keeps a partition without a quorum; 0 for no limit.
         - `proof_ms_max`: timeout of a proof of the high-water mark (a confirmation by a quorum).
 

@@ -361,7 +361,10 @@ class PartitionStore:
             self._send_next_request()
 
     def _release_at_ms(self) -> int | None:
-        """Return when to release the partition: another server may reach a quorum (row 18)."""
+        """Return when to release the partition, because another server may reach a quorum (row 18).
+
+        Return None if a quorum is reached, or if there is no limit.
+        """
         if self._no_quorum_since_ms is None or self._limits.quorum_ms_max == 0:
             return None
         return self._no_quorum_since_ms + self._limits.quorum_ms_max
@@ -608,7 +611,7 @@ class PartitionStore:
     def _yield_to_other_server(self, nodes: PartitionNodes) -> bool:
         """Count the sessions that other servers have claimed since this server's last session.
 
-        After more than one, pause or release the partition, and return True (row 17).
+        After more than one such session, pause or release the partition, and return True (row 17).
         """
         if not self._own_claims or nodes.last_claim in self._own_claims:
             return False

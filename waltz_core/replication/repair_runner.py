@@ -1,9 +1,9 @@
 """Carries out the repairs of a session's replicas, and copies batches to replicas that lag.
 
 A repair needs two replicas: the replica that lacks records (the target), and a source that has
-them. This module chooses the source and handles its failures. It repairs a replica before the
-replica is marked (`ReplicaRepair`), and copies batches to a marked replica that are no longer in
-memory.
+them. This module chooses the source and handles its failures. Before a replica is marked, the
+module repairs it (`ReplicaRepair`). If a marked replica lacks batches that are no longer in memory,
+the module copies these batches to it.
 
 Rules:
     1. Each replica has one step at a time. A step is dropped if the connection to its target or to
@@ -539,7 +539,7 @@ class RepairRunner:
 def _request_for_step(
     step: FetchOwnLineage | Truncation | ReplicaReset | AppendCopy | OverwriteDamage | SetMark,
 ) -> tuple[type[StorageMessage], tuple[object, ...]]:
-    """Return the type and the fields of the request for a step at the replica itself."""
+    """Return the type and the fields of a request to the replica under repair, not to a source."""
     match step:
         case FetchOwnLineage():
             return messages.LineageRequest, tuple(step)

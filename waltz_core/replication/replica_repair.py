@@ -88,7 +88,7 @@ class FetchSourceLineage(NamedTuple):
 class Truncation(NamedTuple):
     """Truncate this replica's log after `last_to_keep`.
 
-    `base_chain` is the hash chain at `base`, a batch end at or below it.
+    `base` is a batch end at or below `last_to_keep`, and `base_chain` is the hash chain there.
     """
 
     last_to_keep: TransactionId
@@ -212,14 +212,15 @@ class ReplicaRepair:
         return self._complete_step(goal.mark, goal.chain, has_source=has_source)
 
     def _must_reset(self, archived: ArchivedMark, lowest_source_start: TransactionId) -> bool:
-        """Whether to reset the log: no source has the next batches, or it is empty (rule 7)."""
+        """Whether to reset the log: it is empty, or no source has its next batches (rule 7)."""
         is_empty = self.last == self.start
         return self.last < archived.last and (is_empty or self.last < lowest_source_start)
 
     def overwrite_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
-        """Return the step that repairs damage of a marked replica, possibly above the mark.
+        """Return the step that repairs a damaged range of a marked replica.
 
-        The range is one of `damaged`, and another replica has the records.
+        The range may be above the mark. It is one of `self.damaged`, and another replica has its
+        records.
         """
         assert damaged in self.damaged
         return self._overwrite_step(*damaged)

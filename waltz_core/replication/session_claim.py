@@ -148,7 +148,7 @@ def claimed_nodes(
 def nodes_with_states(
     nodes: PartitionNodes, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None
 ) -> PartitionNodes:
-    """Return the values of CAS#2 and CAS#3: states, archived mark, and the partition is open."""
+    """Return the values of CAS#2 and CAS#3: states, archived mark, and the marker OPEN."""
     marker = nodes.marker
     assert marker is not None
     metadata = PartitionMetadata(nodes.metadata.generation, nodes.metadata.session_id, states)

@@ -107,7 +107,8 @@ class EndCause(Enum):
 class SessionEnd(NamedTuple):
     """Why a session ended, with the replica at fault and the session that it has promised, if any.
 
-    `is_final`: no other session may be tried, even if its replicas do not show the problem.
+    `is_final`: the owner must not try another session, even if the replicas of the other session do
+    not report this problem.
     """
 
     cause: EndCause
@@ -626,7 +627,10 @@ class StoreSession:
     def _continue_without_batches(
         self, request: SessionRequest, error: WaltzError, now_ms: int
     ) -> bool:
-        """Settle without a replica that cannot return batches; return False if that fails."""
+        """Continue the settlement without a replica that cannot return the batches in doubt.
+
+        Return False if the error is not of this kind.
+        """
         if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
             return False
         return self._settlement.on_batches_unreadable(error, now_ms)

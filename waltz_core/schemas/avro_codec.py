@@ -106,7 +106,7 @@ class AvroCodec:
         return value
 
     def field_names(self) -> tuple[str, ...]:
-        """Return the names of the record's fields; none if the schema is not a record."""
+        """Return the names of the record's fields; () if the schema is not a record."""
         schema = self._schema
         while isinstance(schema, str) and schema in self._named_types:
             schema = self._named_types[schema]

@@ -30,8 +30,8 @@ VALUES_PER_BYTE: Final = 16
 FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
 # The prefix of renamed logical types (rule 3).
 RENAMED_PREFIX: Final = "waltz-"
-# The key that replaces "default" in fields, so that fastavro sees no defaults. Readers need none,
-# and `avro_values.py` writes defaults itself.
+# The key that replaces "default" in fields, so that fastavro sees no defaults. A payload contains
+# all fields, so reading needs no defaults. `avro_values.py` adds the defaults before writing.
 DEFAULT_KEY: Final = f"{RENAMED_PREFIX}default"
 ROOT_NAME: Final = "topLevelRecord"  # the name that Spark's to_avro uses
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -41,7 +41,7 @@ class PayloadCodec(Protocol):
         """Encode a value; raises BadRequest."""
 
     def field_names(self) -> tuple[str, ...]:
-        """Return the names of the fields that `encode` accepts; none if it is not a record."""
+        """Return the names of the fields that `encode` accepts; () if the schema is no record."""
 
 
 class _MissingSchema(NamedTuple):

@@ -55,15 +55,17 @@ MIB = 1024 * KIB
 class PartitionLimits:
     """The limits of a partition. All must be positive, except those for which 0 has a meaning.
 
-    - `high_water_mark_staleness_ms_max`: how long after an answer of a quorum the server reports
-      high-water marks without another proof.
+    - `high_water_mark_staleness_ms_max`: maximum age of a proof (a confirmation of the session by a
+      quorum). If the last proof is older, the server reports a high-water mark only after a new
+      proof.
     - `session_wait_ms_max`: how long a request other than an append waits for a store session
       before it is rejected.
     - `remembered_clients_max`: number of disconnected clients whose highest connection sequence is
       kept.
-    - `checkpoint_interval_count`: number of transactions after which a new session starts, at most
-      every `checkpoint_interval_ms`, to raise the low-water marks. The session starts earlier if
-      the store reports that a checkpoint is due, and later while the store archives.
+    - `checkpoint_interval_count`: number of transactions after which a new session starts, to raise
+      the low-water marks. The session starts earlier if the store reports that a checkpoint is due,
+      and later while an archive attempt is running. `checkpoint_interval_ms` is the minimum age of
+      the old session.
     - `lock_load_count_max`: number of transactions whose locks a new owner requests; 0 for none.
     - `lock_tail_bytes_max`: size limit of a storage's answer to a request for locks.
     - `archive_interval_ms`: the interval of archive attempts, for the doctor; 0 if nothing is

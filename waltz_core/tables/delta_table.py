@@ -363,7 +363,10 @@ def _comparable_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
-    """Find the newest commit of a follower, and the commits to check; read few commits."""
+    """Find the newest commit of a follower, and the commits to check.
+
+    Read only the newest commits of the table first, and more of them if necessary.
+    """
     version = table.transaction_version(follower.application)
     limit: int | None = 2
     while True:

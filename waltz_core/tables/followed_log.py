@@ -150,10 +150,10 @@ class ChangeDecoder:
     def add_part(
         self, changes: ArrowTable, chunks: Sequence[tuple[int, RangeChunk]], starts: MarkMap
     ) -> ArrowTable:
-        """Add the changes in one more part of a batch; return the last changes so far.
+        """Add the changes in one more part of a batch; return the last change of each key.
 
         Args:
-            changes: the last changes so far.
+            changes: the last change of each key in the earlier parts.
             chunks: the chunks of the part with their partitions. They may contain transactions of
                 other tables.
             starts: the marks of the table.
@@ -288,10 +288,10 @@ def check_decrypted(batch: pa.RecordBatch) -> None:
 def compute_changes_inferring_columns(
     parts: Iterable[ArrowTable], rules: ChangeRules, known_columns: ArrowSchema, data_format: str
 ) -> ArrowTable:
-    """Return the last changes in parts of a batch; infer their columns from the payloads.
+    """Return the last change of each key in a batch; infer the columns from the payloads.
 
     Args:
-        parts: transactions with the columns `LOG_COLUMNS` and `data`.
+        parts: the parts of the batch: transactions with the columns `LOG_COLUMNS` and `data`.
         rules: how transactions become changes. A column in the rules that no payload has is null.
         known_columns: the columns that the table has so far; the result has these and the
             inferred ones.
@@ -309,7 +309,9 @@ def compute_changes_inferring_columns(
 def add_changes_inferring_columns(
     changes: ArrowTable, part: ArrowTable, rules: ChangeRules, data_format: str
 ) -> ArrowTable:
-    """Infer the columns of one more part; return the last changes so far, with all known columns.
+    """Infer the columns of one more part; return the last change of each key, with all columns.
+
+    `changes` are the last changes in the earlier parts.
 
     Raises:
         BadConfig: the rules do not fit the columns.

@@ -115,8 +115,8 @@ class TableState(NamedTuple):
             has no commit.
         version: the number of transactions that the table records for the follower, if any. In
             Delta, this is the version in `txn`, not the version of the table.
-        other_commits: the commits after the follower's newest commit, in any order, and earlier
-            commits that must be checked, too (rule 4); none if the follower has no commit.
+        other_commits: the commits to check (rule 4), in any order: the commits after the follower's
+            newest commit, and in some cases earlier ones. Empty if the follower has no commit.
         has_rows: whether the table has rows, or commits of another follower. If there is metadata,
             `has_rows` is False only for a table that is not created yet.
         rules: the rules in the newest commit of any follower, if this follower has no commit.
@@ -138,10 +138,10 @@ class FollowedTable(Protocol[ChangesT_contra]):
     """A table in any format, as the follower uses it."""
 
     def create(self, start: TableMarks) -> None:
-        """Create the table, at the latest in `finish`; its first commit contains the marks.
+        """Create the table now or later, at the latest in `finish`.
 
-        Until then, `marks` returns the start marks. So a failed first batch need not leave an empty
-        table.
+        The first commit of the table contains the start marks. Until the table is created, `marks`
+        returns the start marks. So a failed first batch need not leave an empty table.
 
         Raises:
             Superseded: the table exists already.

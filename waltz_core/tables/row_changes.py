@@ -517,7 +517,10 @@ def empty_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
 
 
 def add_changes(last: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
-    """Add the changes of more rows to the last changes so far; errors as for `reduce_batches`."""
+    """Add the changes of more rows to `last`, which has the last change of each key.
+
+    Raises the same errors as `reduce_batches`.
+    """
     changes = last_changes(compute_changes(rows, rules), rules.key)
     if not last.num_rows:
         return changes

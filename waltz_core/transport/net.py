@@ -329,7 +329,7 @@ class Link:
         return permitted
 
     def audit_request(self, request: Message) -> "AuditedRequest | None":
-        """Return a peer's request for the audit log; None if the log does not record it."""
+        """Return the audit entry of a peer's request; None if the request is not audited."""
         return None if self.access is None else self.access.audit_request(request)
 
     # ------------------------------------------------------------------ receiving

@@ -201,7 +201,9 @@ def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None
     """Return the context for a daemon's incoming connections; None if they do not use TLS.
 
     Raises:
-        BadConfig: as for `dial_context`; or there is no certificate, or no authority for peers.
+        BadConfig: as for `dial_context`; or `tls_certificate` is missing; or `tls_authorities` is
+            missing although peers must have certificates; or TLS is off although another setting
+            requires TLS.
     """
     settings = _effective_settings(config, tls_value_in(config.connect))
     if settings is None:

@@ -146,7 +146,7 @@ def _put_blob(value: Buffer, out: FieldWriter) -> None:
 
 
 def _byte_length(value: Buffer) -> int:
-    """Return a buffer's length in bytes; raise LocalProtocolError if its items are larger."""
+    """Return the length of a buffer; raise LocalProtocolError if its items are not bytes."""
     if type(value) is memoryview and (value.itemsize != 1 or value.ndim != 1):
         raise LocalProtocolError("expected a view of bytes, found a view of larger items")
     return len(value)

@@ -55,7 +55,9 @@ async def tasks_of_write(connect: str, write: str) -> list[int]:
 async def end_write(
     connect: str, write: str, summary: Mapping[str, Any], *, keep_ms: int
 ) -> dict[str, Any]:
-    """Mark a write as done; return its summary, which is the first one if it was done before.
+    """Mark a write as done, with a summary. If it was already done, it keeps its first summary.
+
+    Return the summary of the write.
 
     Raises:
         ConnectionSuperseded: the write was removed from the registry.
@@ -67,7 +69,7 @@ async def end_write(
 
 
 async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
-    """Remove the writes with these names from the registry; return the names."""
+    """Remove the writes with these names from the registry; return the names as a list."""
     if names:
         async with _registry(connect) as writes:
             for name in names:

@@ -326,7 +326,10 @@ class SqlCallbacks(BatchCallbacks):
             )
 
     def _set_cluster_key(self, partition: int, is_same: sa.ColumnElement[bool]) -> str | None:
-        """Set the cluster key of a mark that is still the same; return the mark's key (rule 7)."""
+        """Set the cluster key of a mark if `is_same` holds; return the mark's present key (rule 7).
+
+        `is_same` does not hold if another instance has changed the mark in the meantime.
+        """
         with self._engine.begin() as connection:
             connection.execute(
                 self.marks.update()
@@ -380,7 +383,7 @@ class SqlCallbacks(BatchCallbacks):
     def _move_mark(
         self, connection: sa.Connection, partition: int, expected_mark: int, new_mark: int
     ) -> bool:
-        """Move the mark from the known value; return False if it has another value."""
+        """Move the mark to `new_mark`; return False if the mark is not `expected_mark` any more."""
         is_expected_mark = self.marks.c.high_water_mark == expected_mark
         if self._key is not None:
             is_expected_mark = sa.and_(is_expected_mark, self.marks.c.cluster_key == self._key)
@@ -528,7 +531,10 @@ def _check_engine(engine: sa.Engine) -> None:
 
 
 class _Guard(threading.local):
-    """This thread's connection whose transaction must stay open, and a call that would end it."""
+    """The guarded connection of this thread, whose transaction must stay open.
+
+    `broken_by` is the call or the statement that would have ended the transaction, if any.
+    """
 
     connection: sa.Connection | None = None
     broken_by: str | None = None

@@ -303,7 +303,7 @@ class WaltzClient:
         self._call(self._client.begin_sequences(sequences))
 
     def other_clients(self) -> set[int]:
-        """Return the client IDs of the claimed write's tasks that other runs have begun."""
+        """Return the client IDs of tasks of the claimed write: tasks that other runs have begun."""
         claim = self._client.claim
         assert claim is not None, "for clients with a claim"
         return self._call(claim.other_clients())
@@ -634,7 +634,7 @@ class _ThreadContext:
 
 
 class _ThreadConsumer:
-    """Passes transactions to `Callbacks` on worker threads, several with each thread call."""
+    """Passes transactions to `Callbacks` on worker threads, several in one call of a thread."""
 
     is_batched = False
 

@@ -60,7 +60,7 @@ class StorageAdmin:
     async def request(
         self, expected: type[AnswerT], kind: Callable[..., AdminMessage], *fields: object
     ) -> AnswerT:
-        """Send a request, made by `kind` from its sequence number and `fields`; return the answer.
+        """Send the request `kind(sequence number, *fields)`; return the answer.
 
         Raises:
             Unreachable: the storage did not answer in time.

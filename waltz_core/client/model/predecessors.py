@@ -83,7 +83,7 @@ class Predecessor(NamedTuple):
 
 
 class _UnreadablePredecessor(Predecessor):
-    """A predecessor whose data could not be decrypted; it is still a tuple of four fields."""
+    """A predecessor whose data could not be decrypted; like `Predecessor`, a tuple of four."""
 
     reason: str | None = None
 
@@ -141,9 +141,10 @@ class PipelinedState:
     def mark_and_state(
         self, mark: TransactionId, locks: Iterable[int] = ()
     ) -> tuple[TransactionId, "PipelinedState"]:
-        """Return mark and pipelined state to send for a row computed from a state at `mark`.
+        """Return the mark and the pipelined state to send for a row.
 
-        `locks` are the locks of the row that the server checks against the mark.
+        The author computed the row from its own state at `mark`. `locks` are the locks of the row
+        that the server checks.
         """
         if not self.has_received_predecessors or not self.base_mark <= mark < self.mark:
             return mark, self.without_predecessors()
@@ -154,7 +155,10 @@ class PipelinedState:
     def without_predecessors_at(
         self, mark: TransactionId
     ) -> tuple[TransactionId, "PipelinedState"]:
-        """Return mark and state to send for a row that is checked only at `mark` (rule 4)."""
+        """Return the mark and the state to send for a row that must not use the predecessors.
+
+        The server then checks all locks of the row against `mark` (rule 4).
+        """
         if not self.has_received_predecessors:
             return mark, self.without_predecessors()
         return mark, replace(self, base_mark=mark, mark=mark, received=(), locks=frozenset())

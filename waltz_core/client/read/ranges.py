@@ -98,7 +98,7 @@ class RangeRow(NamedTuple):
 
 
 class _UnreadableRow(RangeRow):
-    """A transaction whose data could not be decrypted; it is still a tuple of three fields."""
+    """A transaction whose data could not be decrypted; like `RangeRow`, a tuple of three."""
 
     reason: str | None = None
 

@@ -545,7 +545,7 @@ class Appends:
             self._hold_rows(resent_rows, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
     def _hold_rows(self, rows: Sequence[PendingRow], pause_s: float) -> None:
-        """Send rows again after a pause, in one order with all other rows that were lost."""
+        """Send rows again after a pause, together with all other held rows, in order."""
         self._held_rows += rows
         self._barrier_token = self._token
         until_s = self._loop.time() + pause_s
@@ -626,7 +626,7 @@ def error_of_row(
 
 
 def _gathering_key(append: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
-    """Return two flags: the element is a batch; the element is a row that is sent alone."""
+    """Return two flags: whether the append is a batch, and whether it is a row to send alone."""
     return isinstance(append, _BatchSubmission), isinstance(
         append, PendingRow
     ) and append.pipelined_state is not None

@@ -183,7 +183,7 @@ class ClientPartition:
 
     @property
     def mark(self) -> TransactionId:
-        """The mark up to which a transaction that is computed now may claim to have seen the log.
+        """The high-water mark for a transaction that the application computes now.
 
         If the application ever had a feed, this is the mark that it has applied (rule 3). Otherwise
         it is the highest known mark of the log.

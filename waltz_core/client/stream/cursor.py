@@ -99,7 +99,10 @@ class FeedCursor:
         return self._feed_mark
 
     def accept_batch(self, message: FeedBatch) -> FeedAdvanced | str | None:
-        """Return the new part of a batch (None: nothing is new), or a text about an error in it."""
+        """Return the new part of a batch; None if nothing is new.
+
+        If the batch contradicts the feed, return a text that describes the error.
+        """
         feed_mark = self._feed_mark
         if feed_mark is None or self.is_lagging:
             return None

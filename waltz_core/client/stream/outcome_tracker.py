@@ -312,7 +312,11 @@ class OutcomeTracker:
         return True
 
     def note_mount_mark(self, mark: TransactionId) -> None:
-        """Note that a mount has succeeded: all earlier rows are final, at or below its mark."""
+        """Note that a mount has succeeded at `mark`.
+
+        This proves that all rows which were sent earlier are final. Those that are in the log have
+        IDs up to `mark`.
+        """
         for pending in self._pending.values():
             if pending.mount_mark is None:
                 pending.mount_mark = max(mark, pending.mark_when_sent)
@@ -423,7 +427,10 @@ def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
 
 
 def _correct_outcome(outcome: BatchOutcome, found_ids: I64) -> BatchOutcome:
-    """Return the outcome, with the rows that were found in the log as committed (rule 6)."""
+    """Return the outcome with a correction: rows that were found in the log are committed (rule 6).
+
+    `found_ids` has the ID of each row, or -1.
+    """
     is_found = found_ids != BEFORE_FIRST
     return BatchOutcome(
         TransactionId(max(outcome.high_water_mark, int(found_ids.max()))),

@@ -300,7 +300,7 @@ class PartitionStream:
             self._leave_link(event.reason, now_ms, effects)
 
     def _avoid_link(self, pending: PendingSubmission) -> None:
-        """Do not mount the link of an unanswered submission again."""
+        """Avoid the link of a submission without an answer: do not mount on it again."""
         if pending.is_link_lost:
             self._avoided_links.pop(pending.link, None)
         else:
@@ -434,7 +434,10 @@ class PartitionStream:
     def _mount_with_feed_if_near(
         self, mark: TransactionId, now_ms: int, effects: list[Effect]
     ) -> bool:
-        """Mount again with the feed if requested and not far behind; True if so (invariant 7)."""
+        """Mount again, with the feed, if the feed is requested and not far behind (invariant 7).
+
+        Return whether the partition is being mounted again.
+        """
         cursor = self._cursor
         if not cursor.is_started:
             return False

@@ -45,7 +45,11 @@ class ReadBack:
         self._request = None
 
     def on_before_log_start(self) -> bool:
-        """The log begins after the request; return whether rows are in doubt there (rule 3)."""
+        """The log begins after the requested IDs; return whether rows in doubt may have these IDs.
+
+        If so, the outcome of these rows is unknown (rule 3). Otherwise, the request was for the
+        chain hash.
+        """
         self._request = None
         if self._chain is not None:
             self._chain = None  # rule 2

@@ -138,7 +138,7 @@ class TaskClaim:
         await self._open_writes().check(self.write, self.task, self.state.attempt)
 
     async def other_clients(self) -> set[int]:
-        """Return the client IDs of the write's other tasks that other runs have begun."""
+        """Return the client IDs of other tasks of the write: tasks that other runs have begun."""
         tasks = await self._open_writes().tasks(self.write, self.run)
         return {client_id for task, client_id in tasks.others.items() if task != self.task}
 

@@ -130,8 +130,8 @@ def creation_steps(
 ) -> list[list[Operation]]:
     """Return the writes, in order; `root_version` is NO_NODE if the root does not exist.
 
-    `data_by_path` replaces the data of some nodes by path, and `added_nodes` are additional nodes,
-    for a cluster with a history.
+    For a cluster with a history, `data_by_path` has the data of nodes that do not get their initial
+    data, and `added_nodes` are additional nodes.
     """
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}

@@ -98,7 +98,10 @@ class ReportedLog(NamedTuple):
 
 
 class MaximumIds(NamedTuple):
-    """The greatest client ID, generation, and client ID that a server has issued (rule 5)."""
+    """The greatest client ID, generation and issued ID in the last records of logs (rule 5).
+
+    `issued_id` is the greatest client ID that a server has issued.
+    """
 
     client_id: int
     generation: int
@@ -134,7 +137,7 @@ class RebuildDecision:
         return self.members[:2]
 
     def with_log_session(self, session_id: SessionId) -> "RebuildDecision":
-        """Return this decision after its log was marked in `session_id`."""
+        """Return this decision with the session in which the chosen log was marked."""
         return replace(self, log=self.log._replace(last_session=session_id))
 
     def metadata(self, generation: Generation, session_id: SessionId) -> model.PartitionMetadata:

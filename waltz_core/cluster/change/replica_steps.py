@@ -328,7 +328,10 @@ def placement_of(
 def placement_without_storage(
     current: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement without a storage; raises BadRequest if a replica has no other place."""
+    """Return the new replicas of each partition that has a replica on the storage at `address`.
+
+    Raises BadRequest if a replica has no other place.
+    """
     usual_count = _usual_replica_count(current)
     builder = _PlacementBuilder(
         groups, {each: list(replicas) for each, replicas in current.items()}

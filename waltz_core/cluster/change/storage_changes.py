@@ -129,7 +129,7 @@ class StorageChanges:
         """Replace the layout by the result of `change`; return the new layout.
 
         After a concurrent write, `change` is called again. Raises BadRequest if `change` adds too
-        many replicas to a partition at once, or removes its last replica.
+        many replicas to a partition at once.
         """
         params = await self._nodes.read(self._paths.root, model.ClusterParams.from_bytes)
         for _ in range(WRITE_ATTEMPTS_MAX):

@@ -240,9 +240,9 @@ def check_replica_change(
 ) -> None:
     """Raise BadRequest for a change after which old and new quorums might not overlap.
 
-    A partition may gain fewer replicas than a quorum of its new replicas, and may not lose its last
-    replica (docs/design/correctness.md 2.4, row 36). A partition without replicas may gain any
-    number.
+    Among the replicas of a partition after the change, the added replicas must be fewer than a
+    quorum (docs/design/correctness.md 2.4, row 36). If the partition had no replicas, any number
+    may be added.
     """
     for partition in range(partition_count):
         partition_id = PartitionId(partition)

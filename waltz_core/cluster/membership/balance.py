@@ -206,8 +206,8 @@ def _move_between(
 ) -> _BalanceMove:
     """Return the move that makes the loads of two servers most even.
 
-    It moves several partitions whose total load is at most half of the difference, or one
-    partition.
+    The move contains several partitions whose total load is at most half of the difference of the
+    loads, or a single partition.
     """
     capacity = (source_load - target_load) / 2
     moved_partitions: list[PartitionId] = []

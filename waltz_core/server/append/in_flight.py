@@ -69,14 +69,18 @@ class BatchDraft:
     size_bytes: int = 0  # the size of the records; a field, because every turn reads it
 
     def add(self, part: EncodedBatch, locks: bytes, lock_rows: bytes) -> None:
-        """Add records that have IDs, with their locks and, for each lock, the row of its writer."""
+        """Add records that have IDs.
+
+        `locks` are their locks. `lock_rows` has one byte for each lock: the row that writes the
+        lock.
+        """
         self.parts.append(part)
         self.locks.append(locks)
         self.lock_rows.append(lock_rows)
         self.size_bytes += len(part.records)
 
     def distances(self) -> bytes:
-        """Return for each lock the distance from its writer to the last ID of the draft.
+        """Return, for each lock, how far the ID of its writer is below the last ID of the draft.
 
         Return empty bytes if a distance does not fit into a byte.
         """

@@ -108,7 +108,7 @@ class Lanes(Generic[WaitingT]):
         self.queued_bytes += item.cost_bytes
 
     def peek(self, *, with_large: bool = True) -> WaitingT | None:
-        """Return the next request (without `with_large`: the next small one), or None."""
+        """Return the next request, or None; if `with_large` is False, the next small request."""
         entry = self._first_entry(with_large=with_large)
         return None if entry is None else self._lanes[entry[2]].items[0]
 

@@ -33,8 +33,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     10. A dependent append (`dependent_appends.py`) is validated as if its predecessors were in the
         log. If the predecessors were not in flight in this same session, the append is rejected.
         While a batch is in flight, admitted dependent appends are gathered, and submitted when this
-        batch is committed. If other writers then wait, the gathered appends are submitted at the
-        earliest `GATHER_MS` after this batch was submitted.
+        batch is committed. But if other writers wait at that time, the gathered appends are not
+        submitted before `GATHER_MS` have passed since the submission of this batch.
 """
 
 from collections.abc import Iterable
@@ -132,14 +132,17 @@ class AppendPipeline:
         return self._in_flight.gathered_count
 
     def due_ms(self, now_ms: int) -> int | None:
-        """When `process_slice` has work next; None if it has none until a commit or request."""
+        """When `process_slice` has work next; None if only a commit or a request brings work."""
         at_ms = earliest(self._next_request(now_ms)[1], self._lock_queues.due_ms)
         at_ms = earliest(at_ms, self._dependent_appends.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_draft_due_ms(now_ms))
         return earliest(at_ms, self.lock_loader.due_ms(now_ms))
 
     def _gathered_draft_due_ms(self, now_ms: int) -> int | None:
-        """Return when the gathered draft is submitted, if no commit happens before (rule 10)."""
+        """Return when the gathered draft must be submitted (rule 10).
+
+        Return None if there is no draft, or if the draft waits for the commit of a batch.
+        """
         in_flight = self._in_flight
         if in_flight.draft is None or not self._is_open or len(in_flight):
             return None
@@ -577,7 +580,7 @@ class AppendPipeline:
         )
 
     def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
-        """A batch with rows of this request is final: answer the request if it was the last one."""
+        """A batch with rows of this request is final: answer the request if all its rows are."""
         if isinstance(pending, PendingBatch):
             pending.in_flight_count -= 1
         self._completions.answer_if_final(pending, out)

@@ -7,9 +7,9 @@ is admitted after its predecessors, and is lost if one of them is lost.
 
 Rules (decision 017):
     1. Only rejections wait here. They are final: a rejected append is never admitted.
-    2. The answer contains the predecessors: every transaction above the writer's mark, up to the
-       last admitted one, that has entered one of its locks. If the predecessors are not known, or
-       are over the limit, the answer contains none of them.
+    2. The answer contains the predecessors. These are all admitted transactions above the writer's
+       mark that have written one of the locks of the writer's append. If the predecessors are not
+       known, or are over the limit, the answer contains none of them.
     3. Rejected writers wait in `lock_queues.py`. One writer is notified when a transaction with its
        locks is admitted, or after a timeout. The notified writer is expected to send its next
        attempt. Until this attempt is admitted or the timeout ends, all other rejected writers join
@@ -101,7 +101,7 @@ class RecentAppends:
         self._add(_AdmittedEntry(last, None, packed_locks))
 
     def records_above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
-        """Return the records of transactions above a mark that entered one of the locks.
+        """Return the records of transactions above a mark that have written one of the locks.
 
         Return None if the transactions are not known or are over the limit (rule 2).
         """

@@ -91,7 +91,7 @@ class LockQueues:
     def on_writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Return the writer to notify after the transaction of `pending` was admitted.
 
-        This writer waits for the same locks.
+        It is the first writer in the queue for the locks of this transaction.
         """
         queue = self._queues.get(lock_key_of(pending))
         if queue is None:
@@ -110,10 +110,10 @@ class LockQueues:
         took_ms: int,
         now_ms: int,
     ) -> list[PendingSingle]:
-        """Return the writers to notify after a batch was committed, which makes rejections final.
+        """Return the writers to notify after a batch was committed.
 
-        `finished` are the appends of the batch, and `rejected` those that were rejected and may
-        wait.
+        `finished` are the appends of the batch. `rejected` are the appends whose rejections are
+        final now; they may wait in a queue.
         """
         queues_by_key: dict[LockKey, _LockQueue] = {}
         for pending in rejected:

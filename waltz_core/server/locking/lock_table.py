@@ -133,7 +133,10 @@ class _LockSlots(NamedTuple):
 
 
 class _Estimates(NamedTuple):
-    """Slot values of checked locks: before the batch, and with the entries of all earlier rows."""
+    """The slot values of checked locks: before the batch, and when the row of the lock is checked.
+
+    The latter values contain the entries of all earlier rows of the batch.
+    """
 
     rows: I64  # the row of each checked lock
     slots: I64  # (3, lock count)
@@ -310,7 +313,7 @@ class LockTable:
     def _estimates(
         self, checked: _LockSlots, entering: _LockSlots, entries: tuple[I64, I64]
     ) -> _Estimates:
-        """Look up the checked locks: before the batch, and with the entries of all earlier rows.
+        """Look up the slot values of the checked locks (see `_Estimates`).
 
         To find the first row that enters a slot, the function writes row numbers into the table
         itself, and then removes them. A second table of the same size would double the memory of a

@@ -22,9 +22,9 @@ Rules:
     5. A turn processes only a part of the blocks, because a whole table of locks would block
        everything else for too long.
     6. A checkpoint must not fetch the same blocks (up to 8 MiB) again. A replica without a block
-       that ends at the floor will never have one, because later blocks are newer. So it is queried
-       again only if another replica has lowered the floor, or if it sent nothing at all, as after a
-       disk error.
+       that ends at the floor will never have one, because later blocks are newer. So this replica
+       is queried again only if another replica has lowered the floor, or if this replica sent
+       nothing at all, for example after a disk error.
 """
 
 from collections.abc import Sequence

@@ -131,7 +131,10 @@ class LinearizableRequests(Generic[RequestT]):
 
 
 def assumed_id_of(message: ClientMessage) -> int:
-    """Return the highest ID that a request assumes to be in the log (rule 3); not for appends."""
+    """Return the highest ID that a request other than an append assumes to be in the log (rule 3).
+
+    Return `BEFORE_FIRST` if it assumes none.
+    """
     match message:
         case MountRequest() | MountWriter():
             return requested_mark_of(message)

@@ -373,7 +373,10 @@ class Partition:
             self._finish_mount(event)
 
     def _reject_outdated(self, event: RequestReceived) -> bool:
-        """Reject a mount whose generation or connection has ended; return False if valid."""
+        """Drop a mount whose generation or connection has ended; return whether it was dropped.
+
+        If the generation has ended, the mount is answered with an error.
+        """
         req_id = event.message.req_id
         if self._mounts.has_mount(req_id.client_id, event.connection):
             return False
@@ -477,7 +480,10 @@ class Partition:
     # the store
 
     def _step_store(self, event: replication.Event) -> None:
-        """Pass an event to the store; process its effects for the owner, pass on the others."""
+        """Pass an event to the store. Process the store's effects for this machine.
+
+        The other effects are passed on.
+        """
         for effect in self._store.step(event, self._now_ms):
             match effect:
                 case replication.SessionOpened():
@@ -629,7 +635,10 @@ class Partition:
     def _reject_unproved(
         self, requests: Sequence[RequestReceived | PendingAppend]
     ) -> list[RequestReceived]:
-        """Answer appends that are ahead with NOT_MOUNTED; return the other requests (rule 6)."""
+        """The proof of these requests has failed: reject the appends, return the other requests.
+
+        The appends are ahead of the log, and are answered with NOT_MOUNTED (rule 6).
+        """
         other_requests: list[RequestReceived] = []
         for request in requests:
             if isinstance(request, RequestReceived):

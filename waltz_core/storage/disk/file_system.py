@@ -126,7 +126,7 @@ class Disk(Protocol):
         """Return whether a file or a directory of this name exists."""
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return device and inode to which this name refers now; None if it does not exist."""
+        """Return the device and the inode of a file now; None if the file does not exist."""
 
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
@@ -561,7 +561,7 @@ class RealDisk:
         return self.identity(path) is not None
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return device and inode to which this name refers now; None if it does not exist."""
+        """Return the device and the inode of a file now; None if the file does not exist."""
         try:
             status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -593,7 +593,10 @@ class RealDisk:
         self.sync_directory(directory)
 
     def _sync_existing(self, directory: Path) -> None:
-        """Sync a directory; skip it if this process may not read it, and so has not created it."""
+        """Sync a directory, unless this process may not read it.
+
+        A process can read the directories that it has created, so it has not created this one.
+        """
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)
 

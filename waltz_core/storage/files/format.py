@@ -349,7 +349,10 @@ def encode_entry(
 def decode_entry(
     data: Bytes, *, segment_crc: int, position: int
 ) -> tuple[LineageEntry, TransactionId]:
-    """Decode 64 bytes (rule 2); return the entry, and the last ID that was durable before it."""
+    """Decode 64 bytes (rule 2); return the entry and its synced ID.
+
+    The synced ID is the last ID that was durable when the entry was written.
+    """
     crc_start = _entry_crc_start(segment_crc, position)
     if len(data) == LINEAGE_ENTRY_BYTES:
         values = _LINEAGE_ENTRY_AND_CRC.unpack(data)

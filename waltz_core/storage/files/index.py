@@ -299,7 +299,7 @@ class LineageFile:
         return durable_before
 
     def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Append entries without a sync; each stores `synced`, the last durable ID."""
+        """Append entries without a sync. Each entry contains `synced`, the last durable ID."""
         if entries:
             parts = self._encode(entries, synced, self.count)
             self._file.pwrite(parts, _entry_offset(self.count))

@@ -55,7 +55,10 @@ class SearchedFile(Protocol):
 
 
 class PartlyReadableFile:
-    """A file that reads as zeros where bytes are unreadable (rule 3), without further retries."""
+    """A file in which unreadable bytes are read as zeros (rule 3).
+
+    A piece of the file that was found unreadable is not read again.
+    """
 
     def __init__(self, file: File) -> None:
         self._file = file

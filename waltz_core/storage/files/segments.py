@@ -441,8 +441,8 @@ class Segments:
     ) -> TransactionId:
         """Return the last ID up to which the records from `first` on fit into `bytes_max`.
 
-        It is at least `first`. A record has at least its overhead in bytes, which limits the part
-        of the index that is read.
+        The result is at least `first`. Each record has at least `RECORD_OVERHEAD_BYTES` bytes, so
+        only a limited part of the index is read.
         """
         last = min(last, TransactionId(first + bytes_max // RECORD_OVERHEAD_BYTES))
         next_id = first

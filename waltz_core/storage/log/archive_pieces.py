@@ -33,9 +33,9 @@ PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 class ArchivePiece(NamedTuple):
     """A request to read the batches of first..last for the archive.
 
-    Unless `chain_before` is None, the log must have this chain hash before `first`. If the complete
-    range has at most `bytes_min` bytes, it is read only if its oldest batch is at least
-    `age_ms_min` old. After the first piece of a range, both limits are 0.
+    Unless `chain_before` is None, the log must have this chain hash before `first`. A small range
+    is not read before it is old: if the complete range has at most `bytes_min` bytes, its oldest
+    batch must be at least `age_ms_min` old. After the first piece of a range, both limits are 0.
     """
 
     first: TransactionId

@@ -144,11 +144,11 @@ class LogFiles:
     def _roll(
         self, entries: Sequence[LineageEntry], end: AckedMarker
     ) -> tuple[Sequence[LineageEntry], AckedMarker]:
-        """Begin a new segment; `end` is the end of the last batch so far.
+        """Begin a new segment, in the middle of an append of the batches `entries`.
 
-        Return the entries of the batches that do not end in the old segment, and the end of the
-        last batch that ends in it. This method reads nothing, because corrupt bytes must not stop
-        an append in its middle.
+        `end` is the end of the last batch before `entries`. Return the entries of the batches that
+        do not end in the old segment, and the end of the last batch that ends there. This method
+        reads nothing, because corrupt bytes must not interrupt the append.
         """
         last = self.segments.last_id
         segment_entries = [entry for entry in entries if entry.last <= last]

@@ -442,7 +442,7 @@ class _LogOpening:
             segments.begin_after(segments.start, self._header_template.created_ms)  # rule 10
 
     def _last_complete(self, segments: Segments) -> TransactionId:
-        """Return the last ID above the marker whose record is where the index states."""
+        """Return the last ID above the marker whose record is at its offset in the index."""
         current = segments.current
         lowest_id = max(current.first, self._marker_id + 1, current.last - _TORN_RECORDS_MAX)
         for candidate_id in range(current.last, lowest_id - 1, -1):
@@ -500,7 +500,7 @@ class _LogOpening:
             return False
 
     def _valid_end(self, segments: Segments, last_trusted: TransactionId) -> TransactionId:
-        """Return the last batch end up to which all batches after `last_trusted` are valid."""
+        """Return the end of the valid batches after `last_trusted`: an invalid batch ends them."""
         end = last_trusted
         try:
             first_untrusted = TransactionId(last_trusted + 1)
@@ -551,7 +551,7 @@ class _LogOpening:
         return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
 
     def _create_lost_batches(self, segments: Segments, segment: Segment) -> None:
-        """Create batches for a segment that has lost its own, up to the next known batch."""
+        """Create batches for a segment that has lost its batches, up to the next known batch."""
         position = segments.all.index(segment)
         earlier_segments = [other for other in segments.all[: position + 1] if other.lineage.count]
         next_segment = next(

@@ -6,10 +6,11 @@ new batches, records have no batch. This state is made durable first: by `UNBATC
 marker, or by the slot that the opening of a log writes.
 
 Rules:
-    1. A batch's entry is in the segment of its last record, and is durable there on return.
-    2. Old batches are removed newest first, each file durably before the next one. New batches are
-       added oldest first. So after a crash, the remaining batches cover the log from its beginning,
-       without a gap.
+    1. A batch's entry is in the segment of its last record. The entry is durable when the call
+       returns.
+    2. Old batches are removed newest first. The change of each file is synced before the next file
+       is changed. New batches are added oldest first. So after a crash, the remaining batches cover
+       the log from its beginning, without a gap.
     3. The header of a `.chn` file has the chain hash before its first batch. It is written again
        when the batches of earlier segments have changed.
 """

@@ -59,8 +59,9 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-# One operator needs a few links. But only a quarter of this maximum is available to peers without
-# permissions.
+# An operator needs only a few links. The maximum is larger, because peers without permissions can
+# occupy a quarter of it. Until an operator's token is accepted, its link counts towards this
+# quarter, too.
 LINKS_MAX: Final = 1_024
 
 

@@ -533,7 +533,7 @@ def _remove_partition(
 
 
 def _is_engaged_error(state: ZooKeeperState) -> str:
-    """Describe the replicas of the last session, and the number left without this one."""
+    """Describe the engaged replicas, and state how many of them are left without this one."""
     remaining_count, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
     names = ", ".join(state.engaged)
     quorum_text = (

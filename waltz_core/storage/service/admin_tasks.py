@@ -163,7 +163,7 @@ class ArchiveState(NamedTuple):
     """The settings of the archive, and the failures since the last successful attempt.
 
     `is_damaged` states that the last error was a missing or corrupt file of the archive.
-    `read_damage` is such an error of a read, empty if there is none.
+    `read_damage` is the last error of this kind that a read has found; empty if there is none.
     """
 
     url: str

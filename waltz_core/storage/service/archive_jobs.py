@@ -388,7 +388,7 @@ class ArchiveJobs:
 
 
 def _incomplete_error(job: _ArchiveJob, message: ReplaceObject) -> str:
-    """Return an error if the batches are not the complete object to replace; empty otherwise."""
+    """Return an error text if batches of the object to replace are missing; "" otherwise."""
     last = job.runs[-1].batches[-1].last if job.runs else message.first - 1
     if last == message.last:
         return ""

@@ -169,7 +169,7 @@ class ArchiveReads:
 
 
 def archive_error_of(outcome: WorkOutcome) -> WaltzError | None:
-    """Return the archive's error in an outcome of `answer_from_archive`; None if it has none."""
+    """Return the error of the archive if `answer_from_archive` has failed; None for an answer."""
     if not isinstance(outcome, WaltzError):
         return None
     cause = outcome.__cause__
@@ -182,12 +182,16 @@ def _is_copy(message: RangeRaw | LineageRequest) -> bool:
 
 
 def _is_form_supported(message: RangeRaw | LineageRequest) -> bool:
-    """Whether the archive can answer; it has no file positions on this machine to return."""
+    """Whether the archive has the requested form: it cannot return positions in local files."""
     return isinstance(message, LineageRequest) or message.form in tuple(RangeForm)
 
 
 def _needed_id(message: RangeRaw | LineageRequest) -> int:
-    """Return the ID that the archive must have: a lineage begins with the newest batches."""
+    """Return the ID that the archive must have to answer.
+
+    For records, this is the first ID. For a lineage, it is the last ID, because the newest batches
+    are needed first.
+    """
     return message.last if isinstance(message, LineageRequest) else message.first
 
 

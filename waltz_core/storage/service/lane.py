@@ -82,7 +82,10 @@ class Lane:
         return (), None
 
     def _next_background_piece(self) -> ArchivePiece | RetentionPiece | None:
-        """Return the next piece of the archive or the retention, if it is its turn (rule 3)."""
+        """Return the next piece of the archive or the retention; None if requests go first.
+
+        Pieces and requests take turns (rule 3).
+        """
         if self.was_background_piece and (self.reads or self.writes):
             return None
         piece: ArchivePiece | RetentionPiece | None

@@ -16,7 +16,7 @@ Rules:
        over which the owner has prepared the session. Administration (`ADMINISTRATION`) may read as
        well.
     3. A later session ends earlier sessions at once: their queued requests are rejected, and their
-       connections are closed. It begins when PREPARE arrives, not when PREPARE is answered.
+       connections are closed. A session begins when PREPARE arrives, not when PREPARE is answered.
     4. No change is answered as done before the engine has made it durable (`work.py`, rule 2).
     5. A reader (not the owner) is answered only while this replica is engaged in the session that
        the reader states, and only up to the last synced ID.
@@ -25,7 +25,7 @@ Rules:
     7. The queues are bounded: a connection that sends more is not read until there is space
        (`queue_limits.py`).
     8. The owner is notified of each damage at once, so that it can repair the records while other
-       replicas still have them. The scrub looks for damage between other work.
+       replicas still have them. The scrub looks for damage, and other work runs between its pieces.
     9. While appends are rejected for lack of space, the free space is queried repeatedly.
    10. An owner has one connection at a time: the latest one. Late requests from its earlier
        connections change nothing. An earlier connection of the owner is never treated as another

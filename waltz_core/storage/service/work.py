@@ -1,7 +1,7 @@
 """Pieces of work on one partition: calls of its log in sequence, possibly on another thread.
 
 This code blocks on the disk, and makes no decisions: `service.py` decides which requests are
-allowed. The functions execute a message as calls of the log, and return the results as answers.
+allowed. Each function executes a message by calling the log, and returns the result as an answer.
 
 Rules:
     1. Each request has one outcome, in the order of the requests: an answer, or an error.

@@ -121,7 +121,7 @@ class AuditFile:
     # ---- on the loop's thread
 
     def request(self, peer: Peer, requirement: Requirement, message: Message) -> "AuditedRequest":
-        """Return an administrative request for the log; the caller calls its `begin` next."""
+        """Return the entry of an administrative request; the caller must call its `begin` next."""
         fields = {"request": next(self._numbers), **_fields_of(peer, requirement, message)}
         return AuditedRequest(self, fields)
 

@@ -147,7 +147,7 @@ class ConnectionAccess:
         self._end(f"the limits of {self.principal} were changed")
 
     def end_after_failure(self, error: Exception) -> None:
-        """End the connection, because requests or feeds could not continue after a wait."""
+        """End the connection: requests that waited because of a limit could not be processed."""
         self._end(
             "the daemon could not process requests that had waited because of a limit: "
             f"{error!r:.200}"
@@ -318,7 +318,7 @@ class ConnectionAccess:
         self._audit_denial(peer, name, message, error, is_enforced=True)
 
     def audit_request(self, request: Message) -> AuditedRequest | None:
-        """Return a request for the audit log; None if the log does not record it."""
+        """Return the audit entry of a request; None if the request is not audited."""
         audit, requirement = self._port.audit, _requirement_of(request)
         if (
             audit is None
@@ -404,9 +404,9 @@ class ConnectionAccess:
         return error if is_enforced else None
 
     def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
-        """Log a denial of a request for an object of another principal.
+        """Whether rule 6 permits a request although its object belongs to another principal.
 
-        Return whether rule 6 permits the request anyway.
+        This method logs the denial.
         """
         requirement = _requirement_of(message)
         assert isinstance(requirement, Requirement)
@@ -422,7 +422,7 @@ class ConnectionAccess:
     def _error_for_version(
         self, error: WaltzError, protocol: WireProtocol, version: int | None
     ) -> WaltzError:
-        """Replace an error that the peer's version does not have (rule 5)."""
+        """Return the error, or a BadRequest if the peer's version does not have it (rule 5)."""
         is_adapted = protocol is WireProtocol.CLIENT and (version or 0) <= _ADAPTED_MAX
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error

@@ -12,9 +12,10 @@ Rules:
        tenant may have at most a quarter of all links. Otherwise it could keep servers from
        connecting.
     4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
-       the principal with the most such bytes, and closes the link of this principal with the most
-       such bytes. So a peer with many links cannot cause the port to close links of other peers
-       with large frames. Reading a link more slowly would not free its memory.
+       the principal with the most such bytes. Among the links of this principal, the port closes
+       the link with the most such bytes. So a peer with many links cannot cause the port to close
+       other peers' links on which large frames arrive. Reading a link more slowly would not free
+       its memory.
     5. Handshakes begin one at a time, and hosts take turns. After a handshake has begun, the next
        handshake waits for `HANDSHAKE_PAUSE_S`, so that open connections can use most of the time of
        the event loop.
