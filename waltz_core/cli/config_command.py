@@ -37,6 +37,6 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
 
 
 show_command.help_details = (
-    "Only this command reads a settings file and the variables WALTZ_CLIENT_... for "
-    "`client`. An application passes a `ClientConfig` to its client instead."
+    "For `client`, only this command reads a settings file and the variables "
+    "WALTZ_CLIENT_...: an application passes a `ClientConfig` to its client instead."
 )
