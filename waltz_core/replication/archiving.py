@@ -184,6 +184,10 @@ class _BacklogEstimate:
         return newer_bytes + (reported_bytes * waiting // (last - first) if waiting else 0)
 
 
+def _fields_of_mark(mark: ArchivedMark) -> tuple[TransactionId, Chain, str, int]:
+    return mark.last, mark.chain, mark.manifest, mark.manifest_crc
+
+
 class SessionArchiver:
     """Archives the log during one session.
 
@@ -392,13 +396,7 @@ class SessionArchiver:
         peer = self._next_replica(archiving_replicas)
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_garbage_collection=True)
-        fields = (
-            number,
-            recorded_mark.last,
-            recorded_mark.chain,
-            recorded_mark.manifest,
-            recorded_mark.manifest_crc,
-        )
+        fields = (number, *_fields_of_mark(recorded_mark))
         peer.send_request(
             CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
@@ -447,13 +445,8 @@ class SessionArchiver:
             self._requested_expiry,
         )
         self._attempt = _Attempt(number, peer.replica, first, now_ms, expiry=bounds)
-        mark = (
-            recorded_mark.last,
-            recorded_mark.chain,
-            recorded_mark.manifest,
-            recorded_mark.manifest_crc,
-        )
-        fields = (number, *mark, *bounds, self._limits.archive_retention_ms)
+        mark_fields = _fields_of_mark(recorded_mark)
+        fields = (number, *mark_fields, *bounds, self._limits.archive_retention_ms)
         peer.send_request(
             ExpireObjects, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
@@ -530,13 +523,7 @@ class SessionArchiver:
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_replacement=True)
         old_object = (request.first, request.last, request.name)
-        mark = (
-            recorded_mark.last,
-            recorded_mark.chain,
-            recorded_mark.manifest,
-            recorded_mark.manifest_crc,
-        )
-        fields = (number, *old_object, *mark)
+        fields = (number, *old_object, *_fields_of_mark(recorded_mark))
         peer.send_request(
             ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )

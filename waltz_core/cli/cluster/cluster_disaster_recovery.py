@@ -270,8 +270,7 @@ def _choose_replica(
 ) -> ReplicaId:
     if not logs:
         raise Unavailable(
-            f"partition {partition_id}: no replica answers. Hint: start a storage that has a "
-            "replica of the partition."
+            f"partition {partition_id}: no replica answers. Hint: start a storage with a replica."
         )
     if requested_replica is None:
         return max(logs, key=lambda each: _log_sort_key(logs[each]))
@@ -473,15 +472,10 @@ rebuild_metadata.help_details = (
 )
 
 
-async def _rebuild_cluster(command: ChangeCommand, former_cluster: FormerCluster) -> ChangeResult:
-    new, missing = (
-        _described_cluster(former_cluster),
-        [ReplicaId(address) for address in former_cluster.missing],
-    )
-    permissions = (
-        None if former_cluster.access_file is None else read_export(former_cluster.access_file)
-    )
-    replica_count = former_cluster.replicas or len(set(new.groups.values()))
+async def _rebuild_cluster(command: ChangeCommand, old: FormerCluster) -> ChangeResult:
+    new, missing = _described_cluster(old), [ReplicaId(address) for address in old.missing]
+    permissions = None if old.access_file is None else read_export(old.access_file)
+    replica_count = old.replicas or len(set(new.groups.values()))
     for address in missing:
         if address not in new.groups:
             raise BadConfig(
@@ -491,7 +485,7 @@ async def _rebuild_cluster(command: ChangeCommand, former_cluster: FormerCluster
     await _create_znodes(command, new)
     if permissions is not None:
         await _restore_permissions(command, permissions)
-    if former_cluster.only_znodes:
+    if old.only_znodes:
         key = str(new.cluster_key)
         return {
             "cluster_key": key,
@@ -501,9 +495,7 @@ async def _rebuild_cluster(command: ChangeCommand, former_cluster: FormerCluster
     present_storages = [address for address in new.groups if address not in missing]
     links = await _await_storages(command, present_storages, expected)
     try:
-        decisions, failures = await _choose_and_write_logs(
-            command, former_cluster, new, missing, links
-        )
+        decisions, failures = await _choose_and_write_logs(command, old, new, missing, links)
     finally:
         for link in links.values():
             link.close()
@@ -517,7 +509,7 @@ async def _rebuild_cluster(command: ChangeCommand, former_cluster: FormerCluster
 
 async def _choose_and_write_logs(
     command: ChangeCommand,
-    former_cluster: FormerCluster,
+    old: FormerCluster,
     new: NewCluster,
     missing: Sequence[ReplicaId],
     links: Mapping[ReplicaId, OwnerConnection],
@@ -529,9 +521,9 @@ async def _choose_and_write_logs(
         if await _is_undecided(command.coordinator, partition_id)
     ]
     sessions, replies = await _prepare_all(pending, links)
-    replica_count = former_cluster.replicas or len(set(new.groups.values()))
+    replica_count = old.replicas or len(set(new.groups.values()))
     decisions, failures = _choose_logs(pending, replies, new.groups, replica_count, missing)
-    recovery = await _open_archive(command, former_cluster.archive, new.cluster_key)
+    recovery = await _open_archive(command, old.archive, new.cluster_key)
     marks: dict[PartitionId, ArchivedMark | None] = {}
     for decision in decisions:
         each, link = decision.partition_id, links[decision.source]
@@ -626,14 +618,14 @@ def _choose_logs(
     return decisions, failures
 
 
-def _described_cluster(former_cluster: FormerCluster) -> NewCluster:
+def _described_cluster(old: FormerCluster) -> NewCluster:
     """Return the cluster that the options describe."""
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415 - as above
 
-    key, count = former_cluster.cluster_key, former_cluster.partitions
-    if former_cluster.from_directory is not None:
-        path = former_cluster.from_directory / CONTROL_NAME
+    key, count = old.cluster_key, old.partitions
+    if old.from_directory is not None:
+        path = old.from_directory / CONTROL_NAME
         try:
             header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
         except OSError as error:
@@ -646,10 +638,8 @@ def _described_cluster(former_cluster: FormerCluster) -> NewCluster:
             "expected --cluster-key and --partitions, or --from-directory with the directory "
             "of a storage, which contains both; found neither"
         )
-    storages = tuple(
-        NewStorage.parse(text, index) for index, text in enumerate(former_cluster.storage)
-    )
-    return NewCluster(former_cluster.name, count, key, storages)
+    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(old.storage))
+    return NewCluster(old.name, count, key, storages)
 
 
 async def _create_znodes(command: ChangeCommand, new: NewCluster) -> None:

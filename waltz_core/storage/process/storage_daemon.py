@@ -444,11 +444,7 @@ class StorageDaemon:
         )
 
     async def _register(self, engine: StorageEngine) -> None:
-        """Register this storage for its address.
-
-        Raises:
-            StorageIdMismatch: another storage is registered for this address.
-        """
+        """Register this storage; raises StorageIdMismatch if its address belongs to another one."""
         coordinator = self._coordinator
         if coordinator is None:
             return
@@ -544,9 +540,7 @@ class StorageDaemon:
 
     def _accept(self, link: Link) -> None:
         if not self._is_assigned.is_set():
-            self._waiting_links = [
-                early_link for early_link in self._waiting_links if not early_link.is_closed
-            ]
+            self._waiting_links = [other for other in self._waiting_links if not other.is_closed]
             self._waiting_links.append(link)  # rule 4
             return
         connection = ConnectionId(next(self._numbers))
@@ -610,22 +604,14 @@ class StorageDaemon:
                 assert_never(effect)
 
     def _use_archive(self, effect: service_effects.ArchiveEffect) -> None:
+        archive, uploads = self._archive, self._uploads
         match effect:
-            case service_effects.UploadRange(upload):
-                self._run_on_thread(
-                    self._uploads, self._archive.upload, upload, self._on_upload_done
-                )
-            case service_effects.CollectFiles(collection):
-                self._run_on_thread(
-                    self._uploads,
-                    self._archive.collect_garbage,
-                    collection,
-                    self._on_collection_done,
-                )
-            case service_effects.WriteExpiry(expiry):
-                self._run_on_thread(
-                    self._uploads, self._archive.expire, expiry, self._on_expiry_done
-                )
+            case service_effects.UploadRange(job):
+                self._run_on_thread(uploads, archive.upload, job, self._on_upload_done)
+            case service_effects.CollectFiles(job):
+                self._run_on_thread(uploads, archive.collect_garbage, job, self._on_collection_done)
+            case service_effects.WriteExpiry(job):
+                self._run_on_thread(uploads, archive.expire, job, self._on_expiry_done)
             case service_effects.ReadArchive(read):
                 self._run_on_thread(
                     self._archive_reads, self._read_archive, read, self._on_archive_read_done

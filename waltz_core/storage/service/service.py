@@ -1,20 +1,17 @@
 """A storage as a state machine: requests of servers in, answers out. No sockets, no threads.
 
-The safety of acknowledged data depends on the session rules of a storage, and on the moment when an
-answer is sent. As a state machine, the same code runs with threads in the daemon, and without
-threads in the simulator.
+The same code runs with threads in the daemon, and without threads in the simulator.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
-piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. Requests
-that arrive in the meantime wait. All waiting appends are then written together and synced once
-(group commit). Reads wait in a separate queue, and take turns with appends.
+piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. The
+waiting appends are then written together and synced once (group commit). Reads wait in a separate
+queue, and take turns with appends.
 
 Rules:
     1. Only PREPARE raises a partition's session. If a request names another session, the storage
        rejects it, and the error states the promised session.
     2. A request that changes a partition, or reads it for the owner, must arrive on the connection
-       over which the owner has prepared the session. Administration (`ADMINISTRATION`) may read as
-       well.
+       over which the owner has prepared the session. `ADMINISTRATION` may read, too.
     3. A later session ends earlier sessions at once: their queued requests are rejected, and their
        connections are closed. A session begins when PREPARE arrives, not when PREPARE is answered.
     4. No change is answered as done before the engine has made it durable (`work.py`, rule 2).
@@ -28,11 +25,9 @@ Rules:
        replicas still have them. The scrub looks for damage, and other work runs between its pieces.
     9. While appends are rejected for lack of space, the free space is queried repeatedly.
    10. An owner has one connection at a time: the latest one. Late requests from its earlier
-       connections change nothing. An earlier connection of the owner is never treated as another
-       owner.
-   11. If the files of an open partition were deleted or replaced, the storage stops serving the
-       partition, and does not open it again, because the new files may lack a promise. Other
-       partitions continue. This is not a failure of the disk (rule 6).
+       connections change nothing. An earlier connection never counts as another owner.
+   11. If the files of an open partition were deleted or replaced, the storage stops serving only
+       this partition, and does not open it again, because the new files may lack a promise.
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
@@ -438,8 +433,7 @@ class StorageService:
     ) -> None:
         """End the lane's session: reject its queued requests, and close its connection.
 
-        The error must state the reason. If the reason is not a later session, the old owner must
-        not conclude that there is one.
+        `error` states the reason; SessionFenced would mean that there is a later session.
         """
         for request in (*lane.writes, *lane.reads):
             self.queue_limits.subtract(request)
