@@ -1,7 +1,7 @@
 """The input of a run: a set-up and a list of faults, drawn from a seed or read from a file.
 
-A seed identifies a run only until the code that draws schedules changes. A schedule in a file
-identifies a run permanently, and can be shortened.
+When the code that draws schedules changes, a seed gets another run. A schedule in a file identifies
+a run permanently, and can be shortened.
 
 Rules:
     1. All random numbers are drawn here, before the run. The target of a fault depends on its own
@@ -61,7 +61,7 @@ class Setup:
     lag_bytes_max: int = 4_096
     range_bytes_max: int = 1_024
     scrub_interval_ms: int = 0  # the interval of scrub passes; 0: only a fault starts one
-    archive_interval_ms: int = 0  # between attempts to archive a range; 0: without an archive
+    archive_interval_ms: int = 0  # from one attempt to archive a range to the next; 0: no archive
     archive_object_bytes: int = 1
     archive_age_ms: int = 0
     archived_bytes_max: int = 1 << 20  # above the confirmed mark, before a checkpoint is needed
@@ -240,7 +240,7 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
 
 
 def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
-    """Draw each kind that was added later from its own stream, like `has_large_batches`."""
+    """Draw each later kind from its own stream, so that older seeds keep their schedules."""
     faults: list[Fault] = []
     for kind in kinds:
         number, times, needs_archive = LATER_KINDS[kind]

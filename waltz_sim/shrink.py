@@ -1,7 +1,7 @@
 """Shortens a failing schedule to the part that the failure needs.
 
-A schedule with sixty faults and four clients explains nothing. Faults can be removed because each
-fault depends only on its own chance (`schedule.py`, rule 1).
+A schedule with sixty faults and four clients does not show the cause of a failure. Faults can be
+removed, because each fault depends only on its own `chance` (`schedule.py`, rule 1).
 
 Rules:
     1. A shorter schedule is kept only if it breaks the same rule.

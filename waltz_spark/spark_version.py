@@ -74,7 +74,7 @@ else:
     else:
 
         class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):
-            """A writer to which PySpark 4.0 passes Arrow batches, because of its second class."""
+            """A writer to which PySpark 4.0 passes Arrow batches, because of its second base."""
 
 
 __all__ = [

@@ -4,15 +4,15 @@ The production code (`cluster/change/rebuilding.py`) chooses the log, and the or
 steps. This module queries storages and writes to ZooKeeper, as the commands do.
 
 Rules:
-    1. The command claims a session later than every promise of a storage. Only answers in this
-       session count. `accept-replicas` first claims the session in ZooKeeper.
-    2. The command may die after each durable step. It is run again, or never.
+    1. The command claims a session that is later than the promises of all storages. It uses only
+       answers in this session. `accept-replicas` first claims the session in ZooKeeper.
+    2. The command may die after each durable step. Afterwards it may be run again, or not.
     3. With `accept-replicas` an operator may decide to lose acknowledged transactions. The checkers
-       do not know this decision, so a command that would lose transactions dies before it writes to
-       ZooKeeper. After the write the decision is made, and the command is run again until the
-       partition can be opened.
-    4. With `may_lose_archived` the operator accepts a log that ends below the archived mark. Then
-       no session may open (AR 8 of decision 047), which the checkers verify.
+       would report such a loss. So a command that would lose transactions dies before it writes to
+       ZooKeeper. A command that has written to ZooKeeper is run again until the partition can be
+       opened.
+    4. With `may_lose_archived` the operator accepts a log that ends below the archived mark. The
+       checkers verify that no session opens afterwards (AR 8 of decision 047).
 """
 
 import asyncio
@@ -258,9 +258,10 @@ class DisasterRecovery:
     def _has_all_acknowledged(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        This is the case if a quorum without losses has answered: no older session acknowledges any
-        longer, and each acknowledged transaction is in one of their logs. A command that is run
-        again has checked this before, and since then ZooKeeper names only the accepted replica.
+        This is the case if a quorum of replicas without losses has answered: no older session can
+        acknowledge any longer, and each acknowledged transaction is in one of these replicas' logs.
+        A repeated command needs no quorum: the first run has checked it, and since then ZooKeeper
+        names only the accepted replica.
         """
         cluster, accepted = self._cluster, self._accepted
         metadata = cluster.coordinator.metadata

@@ -12,11 +12,11 @@ Rules:
     1. A write is carried out at once, late, or never. Only an answer without an error shows that it
        was carried out.
     2. No file is overwritten (AR 2 of decision 047), and no file is lost unless it is deleted. A
-       fault may change or lose a file, until its operator restores it.
+       fault may change or lose a file, until an operator restores the file.
     3. An upload does the same as `archive/upload.py`, in the same order: it reads the present
        manifest, writes the object, reads it back, writes the new manifest, and reads it back.
-    4. A process has at most one upload. If the process dies, requests that it has sent may still
-       take effect.
+    4. A process has at most one upload. If the process dies, the requests that it has sent may
+       still take effect.
     5. A garbage collection is that of production. It lists the files at one moment, perhaps late.
        Each file is deleted later, even after the process has died.
     6. An expiry does the same as `archive/upload.py`, in the same order.
@@ -287,7 +287,7 @@ class SimArchive:
         storage.call_after_us(self._rng.randint(*REQUEST_US) + self.extra_delay_us + late_us, begin)
 
     def modified_ms(self, name: str) -> int:
-        """Return when a file was written, adjusted so that its age has the proportion of rule 7."""
+        """Return when a file was written, on the fast clock, so that its age is that of rule 7."""
         now_ms = self._world.now_ms
         age_ms = (now_ms - self.written_ms[name]) * REPLACED_GRACE_MS // SHORT_GRACE_MS
         return self._fast_clock_ms(now_ms) - age_ms

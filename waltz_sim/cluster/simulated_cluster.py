@@ -4,15 +4,15 @@ Faults, workloads, checkers and scenarios share this object, and use its operati
 cluster.
 
 Rules:
-    1. There is one partition. Resources that the partitions of a process share (the disk of a
-       storage, the memory of a server) are tested elsewhere. The guarantees of the log apply to
-       each partition.
+    1. There is one partition, because the guarantees of the log apply to each partition separately.
+       Other tests cover the resources that the partitions of a process share, such as the disk of a
+       storage or the memory of a server.
     2. A run has two phases. In the first phase faults occur. In the second phase all faults are
        repaired, and the cluster must recover within a limited time. Without a budget
        (`data_loss_budget.py`) it need not recover, but must not break a guarantee.
-    3. An operator repairs what cannot recover by itself. It returns swapped disks, gives a storage
-       with a foreign or unreadable disk an empty directory and a new identity, and scrubs logs. The
-       operator never accepts a log of unknown content.
+    3. An operator repairs what cannot recover by itself. It swaps exchanged disks back, and scrubs
+       logs. If the disk of a storage is foreign or unreadable, the operator gives the storage an
+       empty directory and a new identity. The operator never accepts a log of unknown content.
 """
 
 from typing import TYPE_CHECKING, Final

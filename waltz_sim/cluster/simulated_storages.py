@@ -5,13 +5,14 @@ its power may fail between any two steps of its disk.
 
 Rules:
     1. The service, the engine and the files are the unchanged production ones.
-    2. A piece of work takes effect at one moment, and is answered after the duration of the disk
-       access. In between, the process may die when all data is durable and no request is answered.
-       A process that dies during the work dies at a step of its disk (`SimDisk.plan_fault`).
+    2. A piece of work takes effect at one moment. Its answers follow after the duration of the disk
+       access. If the process dies in between, all data is durable and no request is answered. If
+       the process dies during the work, it dies at a step of its disk (`SimDisk.plan_fault`).
     3. A disk belongs to the machine, not to the process: it survives every incarnation.
-    4. Like the daemon, it starts neither while ZooKeeper is unavailable, nor at an address that is
-       registered for another storage. It serves the partition while it knows that the partition is
-       assigned to it, and afterwards until the owner has removed it from the replica states.
+    4. Like the daemon, a storage does not start while ZooKeeper is unavailable, or if its address
+       is registered for another storage. It serves the partition while the partition is assigned to
+       it, according to its last read. After the end of the assignment, it serves the partition
+       until the owner has removed it from the replica states.
     5. Uploads and reads of the archive go to the simulated archive.
 """
 

@@ -40,9 +40,9 @@ PAGE_BYTES: Final = 4_096
 DamageFile = Callable[[SimStorage, Path, int], None]
 
 
-# ---- errors and speed. If a second fault occurs while the replica handles the first fault, the
-# replica may lose its promises and become suspect. So a disk has one fault at a time, unless there
-# is no budget.
+# ---- errors and speed. If a second fault occurs while the replica handles the first one, the
+# replica may lose its promises and become suspect. So a disk has one fault at a time, unless the
+# world has no budget.
 
 
 def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
@@ -417,8 +417,8 @@ def _damage_file(
 ) -> bool:
     """Damage a file of a storage with `damage`; return whether the budget has allowed it.
 
-    No component can detect a loss at the end of a log, or `is_plausible` data, which is valid but
-    old.
+    `is_plausible` data is valid but old. No component can detect such data, or a loss at the end of
+    a log.
     """
     storage = choose_storage(cluster, rng)
     files = [

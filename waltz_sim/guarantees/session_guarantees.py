@@ -8,8 +8,9 @@ Rules:
     1. The content of ZooKeeper is known from the writes that ZooKeeper has applied (`wrote`).
     2. A replica is fenced when its disk has promised the session, whether or not any server has
        received the answer.
-    3. A decision is checked once, at its first sign, which is the report, or the first message that
-       changes a replica. Everything later must agree with this decision.
+    3. The checks compute the expected decision once: when the owner reports its decision, or when
+       it sends the first message that changes a replica, whichever is first. All later messages
+       must agree with this decision.
 """
 
 from collections.abc import Mapping, Sequence

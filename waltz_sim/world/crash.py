@@ -1,8 +1,8 @@
 """A disk that records each change, and every state that a crash may leave on it.
 
-`simulated_disk.py` loses power once, at random. Here a program runs to its end, and then every
-state is built that a crash at any point of the run may have left. So no state depends on luck, and
-a sync can be removed or moved without running the program again.
+`simulated_disk.py` loses power once, at random. Here a program runs to its end. Then this module
+builds every state that a crash at any point of the run may have left. So no state depends on luck,
+and a test can remove or move a sync without running the program again.
 
 Rules:
     1. Only synced data is certain. Of the later changes, each sector, each size and each directory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk.file_system import Buffer, File
 
 FileId = int
-UNITS_MAX: Final = 24  # how many units at one point are kept or lost alone
+UNITS_MAX: Final = 24  # at one point, at most so many units are kept or lost alone
 
 
 class CreateFile(NamedTuple):

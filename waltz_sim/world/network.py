@@ -8,14 +8,15 @@ Rules:
        of the link, once. An end that has closed receives nothing.
     3. A break reaches both ends, each after a delay. Messages in transit may still arrive at the
        far end, like a request that was received but not yet read.
-    4. A message in a blocked direction is lost, and the link with it. Both ends detect that only by
-       keep-alives, much later. The close of an end is lost in the same way.
+    4. If an end sends a message in a blocked direction, or closes, the message or the close is
+       lost, and the link becomes mute: it drops all later messages. Both ends detect this only by
+       keep-alives, much later.
     5. In a world with bytes every message is encoded and decoded, so it shares no memory with its
        sender.
-    6. A dialler's messages may arrive after it has dropped their link. They were delayed by a slow
-       network, or were unread in the socket of the far end. Meanwhile the dialler opens a new link,
-       and may receive answers on it. Only later the far end receives the rest of the old link, in
-       order, and its end.
+    6. A dialler's messages may arrive after it has dropped the link, because a slow network has
+       delayed them, or because they were unread in the socket of the far end. Meanwhile the dialler
+       opens a new link, and may receive answers on it. Later the far end receives the remaining
+       messages of the old link, in order, and then its end.
 """
 
 from functools import partial

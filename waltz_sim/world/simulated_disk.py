@@ -6,11 +6,11 @@ this disk keeps the visible content, the durable content, and the set of sectors
 Rules:
     1. Only `sync` and `sync_directory` make data durable, and only the data of their own file or
        directory.
-    2. A power loss keeps any subset of the unsynced sectors, and any of the sizes in between. Of
-       the changes of names it keeps the first few, as a journal does.
+    2. A power loss keeps any subset of the unsynced sectors, and any size between the durable and
+       the visible size. Of the changes of names it keeps the first few, as a journal does.
     3. A sector (512 bytes) is written as a whole or not at all, also by a failing write.
-    4. A failed sync leaves its sectors marked as clean. They are visible to the program but never
-       become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
+    4. After a failed sync, the sectors are marked as clean. So the program sees them, but they
+       never become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
     5. Every call that changes the disk is a step. A fault is planned for a step with a number, for
        the next step of a kind, or for a read. A callback reports when the fault occurs.
     6. A lying disk reports syncs that it has not done.

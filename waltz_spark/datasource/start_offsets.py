@@ -1,9 +1,12 @@
 """The start of a batch read or of a stream's first micro-batch, and the end of a batch read.
 
-A start by time requires requests to the log or to its archive. A start before the first available
-ID of the log is data loss, unless the options allow it: the transactions in between have expired
-from the archive. The same applies to requested IDs below the first available ID. It also applies to
-an end that the user specifies below it, if the read has no other start.
+A start by time requires requests to the log or to its archive.
+
+Transactions below the first available ID of the log have expired from the archive. A read that
+requests such transactions is data loss, which is an error unless the options allow it:
+- a start before the first available ID,
+- requested IDs below it,
+- an end that the user specifies below it, if the read begins at the beginning of the log.
 """
 
 import logging
@@ -19,7 +22,7 @@ from waltz_spark import planning
 from waltz_spark.datasource.archive_read import last_archived_before
 from waltz_spark.options import ReadOptions
 
-# A start by time takes about thirty sequential requests; this number of partitions does so at once.
+# A start by time takes about thirty sequential requests; so many partitions do this concurrently.
 CONCURRENT_PARTITIONS_MAX = 32
 
 _log = logging.getLogger("waltz")

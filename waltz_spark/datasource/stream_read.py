@@ -10,16 +10,17 @@ Rules:
     2. Offsets never decrease, except by rule 4. This holds even if a server that has just lost a
        partition reports an old mark.
     3. A start past the end of the log is data loss, after a quorum of the replicas has confirmed
-       the end. It is also data loss if the offset is from another cluster, even if the log is long
-       enough. The exception is a cluster that was restored from a backup of the cluster in the
-       offset, if the backup contains all transactions that the stream has read.
-    4. If the options allow data loss, a partition of another log is read from its start. The offset
-       returns to `BEFORE_FIRST`, in a separate micro-batch that reads nothing from this partition.
+       the end. An offset from another cluster is also data loss, even if the log is long enough.
+       There is one exception: the cluster was restored from a backup of the cluster in the offset,
+       and the backup contains all transactions that the stream has read.
+    4. If the offset is from another log (rule 3) and the options allow data loss, the stream reads
+       the partition from its start. First, a micro-batch that reads nothing from this partition
+       sets the offset to `BEFORE_FIRST`.
     5. An offset before the first available ID of its log is data loss, too. If the options allow
        it, the read continues from the first available ID.
     6. A micro-batch that was planned for another log cannot be read. The reader recognizes such a
-       micro-batch by the cluster key, or by an end past the end of the log. Offsets of development
-       versions have no cluster key; the next offset has.
+       micro-batch by the cluster key, or by an end past the end of the log. An offset from a
+       development version has no cluster key; the next offset has one.
 """
 
 import logging

@@ -3,12 +3,12 @@
 Rules:
     1. Each scrape computes the lag from the last progress of a query and the current marks of its
        logs. So the lag also grows while a micro-batch hangs.
-    2. A failed query keeps its position, so its lag grows, even if the query starts again and fails
-       in its first micro-batch. A stopped query is removed. Spark may report the end of a run after
-       the next run has begun.
+    2. The position of a failed query is kept, so that its lag grows. This is also the case if the
+       query starts again and fails in its first micro-batch. A stopped query is removed. Spark may
+       report the end of a run only after the next run has begun.
     3. A scrape waits at most `REQUEST_S_MAX` for the marks of the logs; without an answer, it shows
        no lag.
-    4. Several calls, also for the same session or cluster, export each value once.
+    4. Each value is exported once, even after several calls for the same session or cluster.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class _Queries:
             progress.ends, progress.counts = now.ends, now.counts
 
     def end(self, query: str, run: str, *, has_failed: bool) -> bool:
-        """Forget a query, unless it has failed (rule 2); False if it runs again."""
+        """Forget a query, unless it has failed (rule 2); return False if a later run has begun."""
         with self._lock:
             progress = self._queries.get(query)
             if progress is not None and progress.run != run:
@@ -199,7 +199,7 @@ class _LagRequest:
 
 
 def _age_s(client: WaltzClient, partition: int, transaction_id: int) -> float:
-    """Return the age of a transaction; NaN for one of a 0.13 server, or one that has expired."""
+    """Return the age of a transaction; NaN if a 0.13 server wrote it, or if it has expired."""
     try:
         stamp_ms = stamp_ms_of(client, partition, transaction_id)
     except WaltzError:
@@ -244,8 +244,8 @@ def export_metrics(
 ) -> None:
     """Export the metrics of the session's streaming queries to `prometheus_client.REGISTRY`.
 
-    Call it before the queries start, and without a port if the driver serves this registry
-    already. If queries read several clusters, call it for each of them.
+    Call the function before the queries start. Omit `port` if the driver serves this registry
+    already. If queries read several clusters, call the function for each cluster.
 
     Args:
         spark: the session.

@@ -274,7 +274,7 @@ def changes_schema(schema: StructType) -> StructType:
 def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     """Reduce the last changes of several tasks to the last change of each key.
 
-    If a key has changes in two partitions, the action on the result fails, with a message after
+    If a key has changes in two partitions, the action on the result fails. The message begins with
     `TWO_PARTITIONS_PREFIX`. Without a key, all changes are returned.
     """
     if not key:
