@@ -1,11 +1,11 @@
 """The Grafana dashboards in `conf/grafana/`: `make docs` writes them from the declarations here.
 
 Rules:
-    1. A dashboard answers the questions of one view (cluster, partition, storage, client, Spark
-       query), from the top: what is wrong, how much work there is, how long it takes, what runs
-       out.
-    2. Each panel has a unit, legends, and a description that names what to do or where to look.
-    3. `[[]]` in a query stands for the dashboard's variables. All also matches an absent label.
+    1. A dashboard shows one view: cluster, partition, storage, client or Spark query. From top to
+       bottom it shows problems, the amount of work, latencies, and resources that may run out.
+    2. Each panel has a unit, legends, and a description with an action, or a place to look at next.
+    3. `[[]]` in a query is replaced by matchers for the dashboard's variables. The value All of a
+       variable also matches series without the label.
 """
 
 import json

@@ -94,8 +94,8 @@ def write_archive(
 ):
     """Write a log of some objects, with a manifest and one page of its oldest `page_entries`.
 
-    In each object, one batch has no commit time; the others have `FIRST_COMMIT_MS` plus one second
-    per object. `unused` are the sizes of batches in the first object that the manifest omits.
+    In each object, one batch has no commit time. The other batches have `FIRST_COMMIT_MS` plus one
+    second per object. The manifest omits batches of the sizes `unused` in the first object.
     """
     manifest = Manifest(CLUSTER_KEY, PARTITION_ID, 0, 0, -1, GENESIS_CHAIN)
     records, lineage, chain = [], [], GENESIS_CHAIN

@@ -1,8 +1,8 @@
 """The contract between a cluster and its clients, tested in memory and on a real cluster.
 
 `test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, calm and with faults,
-`test_conformance.py` over real processes. A scenario must work with any log that its partition
-already has.
+`test_conformance.py` over real processes. A scenario must work with any transactions that its
+partition already contains.
 """
 
 import threading
@@ -301,7 +301,7 @@ def write_and_append_locks_reject_only_later_write_and_read_locks(world: Scenari
                 mark = won
             else:
                 assert late.result(TEST_TIMEOUT_S) == won + 1
-            # A client that has applied all of it passes.
+            # The log accepts a client that has applied all transactions.
             seen = two.high_water_mark(world.partition)
             passed = append_and_wait(
                 two, world.partition, **{later: hashed}, client_high_water_mark=seen
@@ -424,8 +424,8 @@ def a_context_ends_at_its_timeout(world: ScenarioSetup) -> None:
             assert context.has_ended.wait(TEST_TIMEOUT_S)
             if "lock failure" in context.hooks:
                 break
-            # On a busy machine the append may not have been rejected by then: the next one has more
-            # time.
+            # On a busy machine, the server may not have rejected the append by then: the next
+            # append has more time.
         behind = ended.value
         assert isinstance(behind, errors.ViewBehind)
         assert "no transaction was applied in that time" in str(behind)
@@ -587,8 +587,8 @@ def a_poison_transaction_is_skipped_or_retried_or_stops_its_partition(world: Sce
         assert ledger.applied_ids == [skipped - 1, again, stops - 1]
 
 
-# If a connection breaks, lost appends are sent again after the other ones, and a context counts one
-# more attempt.
+# If a connection breaks, the client sends lost appends again after the other appends, and a context
+# counts one more attempt.
 SCENARIOS_WITHOUT_FAULTS = (
     ids_are_dense_and_in_the_order_of_one_clients_appends,
     a_closed_client_has_reported_every_outcome,

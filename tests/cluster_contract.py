@@ -1,7 +1,7 @@
 """The contract between ZooKeeper and a cluster, tested in memory and on a real ZooKeeper.
 
-`test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
-over a real ZooKeeper. Each scenario has its own root.
+`test_coordinator.py` runs the scenarios in memory, and `test_zookeeper.py` on a real ZooKeeper.
+Each scenario has its own root.
 """
 
 import asyncio
@@ -339,7 +339,7 @@ async def permissions_are_changed_by_compare_and_set(world: ZooKeeperUnderTest, 
     with pytest.raises(errors.BadRequest, match="has permissions already"):
         await two.permissions.create(created, author)
 
-    # Each of many concurrent changes has its own revision, and no change is lost.
+    # Concurrent changes have different revisions, and no change is lost.
     changes = (one, two) * 3
     async with asyncio.TaskGroup() as group:
         results = [
@@ -502,7 +502,7 @@ async def servers_register_and_unregister(world: ZooKeeperUnderTest, root: str) 
             assert owners_and_generations(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
             assert view.partitions_of(2) == {2: 2, 3: 2}
             assert view.servers[2].address == "10.0.1.1:5002"
-        # The lead goes; the other one becomes the lead.
+        # When the leader disconnects, the other server becomes the leader.
         await one.unregister_server()
         for inbox in (at_client, at_one, at_two):
             view = await inbox.wait_for(lambda view: list(view.servers) == [2])

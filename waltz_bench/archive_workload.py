@@ -71,7 +71,7 @@ def _row(transaction_id: int, payload_bytes: int) -> bytes:
 
 def archive(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append more data than the storages keep locally, and read it back in three ways."""
-    del meter  # it measures an existing cluster, and this workload creates its own
+    del meter  # a meter needs an existing cluster, and this workload creates one
     directory = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
     url = f"file://{directory}/archive"
     local_bytes = min(LOCAL_BYTES, (load.mib or MIB_DEFAULT) * MIB // 8)

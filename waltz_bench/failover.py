@@ -8,8 +8,8 @@ Rules:
        after them. The gap of a step is the longest time between two acknowledgements in any
        partition, from the start of the step until all partitions have continued.
     2. If a row is reported as not in the log, it is sent again, as a user would do. If the log
-       contains the row nevertheless, it is found as a duplicate. Rows are identified by their
-       content.
+       contains the row nevertheless, the check of the log reports a duplicate. Rows are identified
+       by their content.
     3. Each step begins with a complete cluster: all servers are registered and, if storages are
        restarted, all replicas are engaged.
 """

@@ -47,7 +47,7 @@ _PAYLOAD = encode_append(
 
 def many_partitions(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Create a cluster with many partitions; measure its start, idle load, failover and restart."""
-    del meter  # it measures an existing cluster, and this workload creates its own
+    del meter  # a meter needs an existing cluster, and this workload creates one
     return uvloop.run(_many_partitions(load))
 
 

@@ -6,8 +6,8 @@ about locks that were written before.
 Rules:
     1. Rows check locks that were never written, with high-water marks of different lags. So all
        rejections are false. Even locks are written, and odd locks are checked.
-    2. Before each measurement, the workload writes as many transactions as the longest lag, each
-       with a different lock. So the log is the same for the three measurements.
+    2. Before each measurement, the workload writes transactions with different locks; their number
+       is the longest lag. So the three measurements begin with the same kind of log.
     3. `after` is measured from the first answer of the new owner on. `without_file` is measured in
        the same way, after the storages' lock files were emptied: the new owner knows only its
        high-water mark.
@@ -73,7 +73,7 @@ class _RejectionRun:
             return {str(lag): await self._rate(mark - lag) for lag in LAGS}
         owner = await self._owner()
         await asyncio.to_thread(self._cluster.kill, owner)
-        if not with_file:  # Not earlier: a lagging replica would still receive blocks of locks.
+        if not with_file:  # If done earlier, a lagging replica could still receive lock blocks.
             self._empty_lock_files()
         rates_by_lag = {str(lag): await self._rate(mark - lag) for lag in LAGS}
         await asyncio.to_thread(self._cluster.start, owner)

@@ -5,7 +5,8 @@ Rules:
        `Report("area.event", (("field", value),))` of a machine, which its driver logs.
     2. A function that passes its parameter `name` to a `Report` is a reporter: each of its calls is
        an event, with the reporter's own fields and the keywords of the call.
-    3. An event has one level and one meaning; one of level WARNING or ERROR also has an action.
+    3. An event has one level and one meaning. An event of level WARNING or ERROR also has an
+       action.
 """
 
 import ast

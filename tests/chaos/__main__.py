@@ -3,7 +3,7 @@
     python -m tests.chaos --minutes 5
     python -m tests.chaos --seed 17 --rounds 1       # the same schedule again
 
-`make chaos MINUTES=5` and `make chaos SEED=17 ROUNDS=1` are the same with everything installed.
+`make chaos MINUTES=5` and `make chaos SEED=17 ROUNDS=1` also install the required packages.
 
 Each round has its own seed and cluster. If a round finds an error, the exit code is 1, and
 the logs, journals and feeds of that round are kept.
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def _missing_effects(outcomes: list[RoundOutcome]) -> list[str]:
-    """Return the expected effects of kills that no round had; empty after a few kills only."""
+    """Return the expected effects of kills that did not occur; empty if there were few kills."""
     counts = sum((each.counts for each in outcomes), Counter[str]())
     if counts["killed: store"] < KILLS_MIN or counts["killed: storage"] < KILLS_MIN:
         return []

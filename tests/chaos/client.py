@@ -32,7 +32,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.records.batches import encode_append
 
 ACCOUNTS, COUNTERS = 300, 40
-PENDING_MAX = 5  # submissions of one partition under way
+PENDING_MAX = 5  # submissions of one partition in progress
 BATCH_ROWS = 12
 SEND_INTERVAL_S = 0.06
 MARK_REQUEST_INTERVAL_S = 0.5

@@ -40,7 +40,7 @@ CLIENT_PORTS = {"store": object_store.PORT, "zookeeper": 2181, "storage": 15280,
 ADMIN_PORT, HTTP_PORT, QUORUM_PORT, ELECTION_PORT = 15281, 15480, 2888, 3888
 OPERATOR = "operator"
 SESSION_MS = 2_000
-# Twice the ZooKeeper session, as production has it.
+# Twice the ZooKeeper session timeout, as in production.
 QUORUM_TIMEOUT_MS = 2 * SESSION_MS
 STORAGE_BYTES = 192 * 1024 * 1024
 RESERVE_BYTES = 4 * 1024 * 1024
@@ -62,7 +62,7 @@ DAEMON_SETTINGS: dict[str, dict[str, object]] = {
     },
 }
 SEGMENT_BYTES, RETENTION_BYTES = 16 * 1024, 128 * 1024
-# With an archive (rule 4) all is small, so that uploads and removals never pause.
+# With an archive (rule 4), segments and limits are small, so that uploads and removals never pause.
 ARCHIVE_SETTINGS: dict[str, dict[str, object]] = {
     "server": {"archive_interval_ms": 200},
     "storage": {
@@ -110,7 +110,7 @@ class Member:
     machine: Machine
     process: subprocess.Popen[bytes] | None = None
     is_frozen: bool = False
-    should_run: bool = False  # it should run; whatever runs not has ended by itself
+    should_run: bool = False  # if true and it does not run, it has ended by itself
     log_start_offset: int = 0  # where in its log its process begins
 
     @property
@@ -155,7 +155,7 @@ class ChaosCluster:
         hosts = tuple(self.members[name].address for name in self.cluster_size.names("zookeeper"))
         return str(ConnectString(hosts, "/waltz/chaos", ""))
 
-    # ---- the life of it
+    # ---- start and end
 
     def start_all(self) -> None:
         """Start all daemons, and wait until every partition accepts appends."""
@@ -351,7 +351,7 @@ class ChaosCluster:
                 )
         return found
 
-    # ---- looking at it
+    # ---- the state of the cluster
 
     def client(self, **options: Any) -> WaltzClient:
         """Open a client on the operator's machine."""

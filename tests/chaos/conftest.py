@@ -58,7 +58,7 @@ class NetworkScenario:
     def await_commits(
         self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_TIMEOUT_S
     ) -> float:
-        """Wait for a commit of a newly sent row in each given partition; return the seconds."""
+        """Wait until each given partition has committed a newly sent row; return the seconds."""
         wanted = list(partitions)
 
         def has_commits() -> bool:

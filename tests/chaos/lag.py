@@ -55,7 +55,7 @@ class SlowLink:
     def __init__(self, settings: LinkSettings, rng: random.Random) -> None:
         self.settings = settings
         self._rng = rng
-        self._wire_free_s = 0.0  # when all that was sent is on the wire
+        self._wire_free_s = 0.0  # the time at which all sent bytes are on the wire
         self._last_departure_s = 0.0
 
     def departure_s(self, size: int, now_s: float) -> float | None:
@@ -76,7 +76,7 @@ class SlowLink:
 
 
 def delay_packets(device: int, commands: int) -> None:
-    """Delay packets until the orders end."""
+    """Delay packets until standard input ends."""
     rng = random.Random(0)
     links: dict[bytes, SlowLink] = {}
     queued_packets: list[tuple[float, int, bytes]] = []
@@ -103,7 +103,7 @@ def delay_packets(device: int, commands: int) -> None:
 def _parse_links(
     command: str, known_links: dict[bytes, SlowLink], rng: random.Random
 ) -> dict[bytes, SlowLink]:
-    """Return the links of an order; a link that is unchanged keeps its queue."""
+    """Return the slow links in a line of input; an unchanged link keeps its queue."""
     links = {}
     for source, target, *numbers in json.loads(command):
         key = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed

@@ -4,14 +4,14 @@
 
 Rules:
     1. The driver does not wait for the effect of a fault. The next fault starts at its drawn time.
-    2. After the last fault all links are repaired, and all members are started. Once ZooKeeper
-       answers (without it no daemon starts) every client must receive a commit in every partition
-       within a bound, and all replicas must become equal.
+    2. After the last fault all links are repaired, and all members are started. No daemon starts
+       without ZooKeeper. Once ZooKeeper answers, every client must receive a commit in every
+       partition within a time limit, and all replicas must become equal.
     3. In the period without faults that follows, the only outcomes are "committed" and "rejected".
     4. With an archive, all servers, storages and stores are then killed at the same time, so that
-       no late upload remains, and one client starts again at ID 0 and writes. So each partition has
-       a new store session that archives and collects. After that the archive, the logs and the
-       feeds are compared.
+       no upload is left. One client starts again at ID 0 and writes. So each partition gets a new
+       store session that archives and collects. Then the archive, the logs and the feeds are
+       compared.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ PROGRESS_TIMEOUT_S = 45.0
 EQUAL_REPLICAS_TIMEOUT_S = 60.0
 # An interrupted request to the store fails after 20 s, and may be repeated.
 ARCHIVE_TIMEOUT_S = 120.0
-# In each partition of a cluster with an archive: storages remove segments of all.
+# The minimum in each partition of a cluster with an archive, so that storages remove segments.
 TRANSACTIONS_MIN = 800
 FAULT_FREE_S = 4.0
 SLEEP_S = 0.02
 POLL_INTERVAL_S = 0.25
 # Lines that a daemon must never log.
 ERROR_LINE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
-# On a machine with so much to do a process may get no time for as long as a session lasts.
+# On a busier machine, a process may get no CPU time for the whole session timeout.
 SLOWNESS_MAX = 3.0
 LOOP_UNRESPONSIVE = " process.event_loop_unresponsive "
 
@@ -77,7 +77,7 @@ class Applications:
         self._cluster = cluster
         self._directory = directory
         self._running: dict[str, tuple[ClientRun, subprocess.Popen[str]]] = {}
-        self._settled_runs: set[str] = set()  # the lives that send no more
+        self._settled_runs: set[str] = set()  # names of runs that send no more
         self.client_runs: list[ClientRun] = []
         self.unexpected_ends: list[str] = []
 
@@ -137,12 +137,12 @@ class Applications:
 
     @property
     def live_runs(self) -> list[ClientRun]:
-        """Return the lives of the running clients."""
+        """Return the runs of the running clients."""
         return [client_run for client_run, _ in self._running.values() if not client_run.has_ended]
 
     @property
     def writing_runs(self) -> list[ClientRun]:
-        """Return the lives of the clients that still send."""
+        """Return the runs of the clients that still send."""
         return [
             client_run for client_run in self.live_runs if client_run.name not in self._settled_runs
         ]
@@ -428,7 +428,8 @@ class Round:
         self._await_archive(
             "all transactions are archived", lambda: archive_checks.is_archived(cluster, lasts)
         )
-        # Replaced manifests are not old enough yet.
+        # Replaced manifests are not old enough to be collected, so only files of failed attempts
+        # were.
         left_over = archive_checks.count_events(cluster)["collected files"]
         self.outcome.counts["collected files of failed attempts"] = left_over
         names = [each for each in cluster.members if not each.startswith("zookeeper")]

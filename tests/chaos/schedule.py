@@ -190,7 +190,7 @@ KINDS: Final[dict[str, Draw]] = {
     "full disk": _full,
     "isolate": _isolate,
     "cut": _cut,
-    "cut again": _cut,  # there are many ways to cut
+    "cut again": _cut,  # twice in this list, because there are many kinds of cuts
     "slow": _slow,
 }
 # Each storage uploads most of the time, and each server owns partitions and controls their uploads.

@@ -1,7 +1,7 @@
 """The followers of `table_kills.py`, and the processes of a follower that can be killed.
 
 Rules:
-    1. A follower is started again after it was killed, as a supervisor does.
+    1. A killed follower is started again, as a supervisor does.
     2. The command `follow` never ends by itself. A Spark job may, with the error of a failed Spark
        job, if one of its processes or a member of the cluster was killed.
     3. All processes of a Spark job are in one session of Linux, so they are found and ended
@@ -30,8 +30,8 @@ FINISHED_TWICE = "a repeated command has written version {after}, after version 
 class TableFollower(Protocol):
     """A follower of a table, as a supervisor runs it."""
 
-    targets: Mapping[str, int]  # what can be killed, with its weight
-    unexpected_ends: list[str]  # how it has ended by itself
+    targets: Mapping[str, int]  # kinds of processes to kill -> weight
+    unexpected_ends: list[str]  # texts about ends without a kill
 
     def start(self) -> None:
         """Start it if it does not run."""
@@ -187,7 +187,8 @@ class SparkFollower:
 
     def finish(self) -> list[str]:
         """Run a job to the end, which repeats the call and the batch."""
-        # A Java without its Python may still commit; it ends as soon as it finds the pipe closed.
+        # A Java process without its Python process may still commit. It ends when it finds the pipe
+        # closed.
         self._process.end_sessions()
         log = self._directory / "finish.log"
         with log.open("wb") as output:

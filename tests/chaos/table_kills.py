@@ -13,7 +13,8 @@ Rules:
        appearance of a file: the data of a version that is not committed yet, a version, or a
        version that only adds fields of structs.
     2. A killed process is started again, after a drawn time or at once. Half of the kills wait
-       until the table contains the log as it was at the previous kill. The other kills overlap.
+       until the table contains all transactions that were in the log at the previous kill. The
+       other kills do not wait.
     3. The expected table is computed from the log alone. The log must have all acknowledged
        transactions.
     4. The follower `found` infers the columns, and the structs of the payloads gain fields.
@@ -59,7 +60,7 @@ from waltz_core.tables.table_marks import decode_marks
 FOLLOWERS = {"command": CommandFollower, "found": FoundFollower, "spark": SparkFollower}
 MEMBERS = {"server": 1, "storage": 1}
 MOMENTS = ("delay", "data", "version")
-FIELDS = "fields"  # another moment, of structs that gain fields
+FIELDS = "fields"  # another moment: a version only adds fields of structs
 DELAY_S = 3.0
 POLL_S = 0.001
 SESSION_MS = 4_000

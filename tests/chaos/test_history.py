@@ -17,7 +17,8 @@ def content(key: str, *, mark: int, writes: list[int]) -> Any:
     return four_writers.Content(key, 0, mark, writes, [], [])
 
 
-# Two writers of one lock, and one that came too late; the second session begins at ID 2.
+# Two writers of one lock, and a third writer (`REJECTED`) whose mark is too low. The second session
+# begins at ID 2.
 ROWS = [
     content("a", mark=-1, writes=[LOCK]),
     content("b", mark=0, writes=[LOCK]),
@@ -31,7 +32,7 @@ def request_id(number: int) -> tuple[int, int, int, int]:
 
 
 class History:
-    """Files of one life, and the log to compare them with."""
+    """The files of one run of a client, and the log to compare them with."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,8 +1,8 @@
 """Reads and writes the files of Waltz 0.13; written only from the description of their layout.
 
-It shares no code with the code that it checks: it uses `struct` and `zlib` only. `read_directory`
-reads the same as a 0.13 storage at its start: the control file, and the records of each segment up
-to the first incomplete one.
+The module uses only `struct` and `zlib`, and no code of Waltz, because it checks this code.
+`read_directory` reads what a 0.13 storage reads at its start: the control file, and the records of
+each segment up to the first incomplete record.
 
     waltz-storage.ctl     128 bytes of header, 76 for each partition: its number and two structures
     <p>/<19 digits>.seg   128 bytes of header, records without gaps
@@ -65,7 +65,7 @@ def _newer(data, at):
 
 
 def control(key, structures, created_ms=1):
-    """Return the bytes of a control file in which the given structures are the current ones."""
+    """Return the bytes of a control file with the given current structures."""
     parts = [CONTROL.pack(0, created_ms, key, len(structures))]
     for number, one in enumerate(structures):
         older = one._replace(sequence=one.sequence - 1)
@@ -126,7 +126,7 @@ def read_segment(data, index, *, key, partition, first, local_low_water_mark):
     if start <= first:
         at = HEADER_BYTES
     else:
-        # All up to here is trusted, and this one is looked at.
+        # 0.13 trusts all records before `start`, and checks the record with this ID.
         bounds = starts[: start - first + 1]
         records = [data[a:b] for a, b in pairwise(bounds)]
         at = bounds[-1]

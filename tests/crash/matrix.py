@@ -38,9 +38,9 @@ from waltz_sim.world.simulated_disk import Contents
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 1
 KILLS_OF_A_SCENARIO = 30
-EVERY_KILL = 10  # one is followed by a loss of power at every change
+EVERY_KILL = 10  # after every tenth kill, power is lost at every change
 SHARE_AFTER_A_KILL = 0.25
-EVERY_SECOND = 80  # openings, one is cut at every change
+EVERY_SECOND = 80  # in every 80th opening, power is lost at every change
 
 
 class Violation(AssertionError):
@@ -186,7 +186,7 @@ def check_disk_state(acknowledged, contents):
             continue
         directory = ROOT / str(partition)
         if directory / WIPE_NAME in contents.files:
-            continue  # it is thrown away, whatever is left of it
+            continue  # the storage deletes this directory
         slot = _newer_slot(contents.files.get(directory / SLOTS_NAME, b""))
         if slot is None:
             raise Violation(f"partition {partition} has no slots")
@@ -242,7 +242,7 @@ class Matrix:
     def __init__(self, name):
         self.name = name
         self.counts = Counter()
-        self._found = {}  # digest -> what the opening finds, or its error
+        self._found = {}  # digest -> the content after the opening, or its error
         self.openings = {}  # digest -> the changes that an opening makes
 
     def find(self, contents):
@@ -281,8 +281,8 @@ def crash_points(changes, begin=0):
         if isinstance(change, PositionMarker):
             acknowledged = change.what
         if position + 1 >= begin:
-            # A point after a position marker is a separate point: the files are the same, but the
-            # expected state has changed.
+            # A position marker begins another point: the files are the same, but the expected state
+            # differs.
             yield position + 1, disk_state, acknowledged
 
 
@@ -383,7 +383,7 @@ def open_and_append(matrix, disk, acknowledged, where):
         check(acknowledged, found)
     except (WaltzError, Violation) as error:
         raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
-    # Everything that an opening has found is durable when the opening is complete.
+    # When an opening is complete, everything that it has read is durable.
     scenario.histories = {
         number: History(log.records, log.entries, log.last) for number, log in found.logs
     }

@@ -20,7 +20,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk
 
 BATCH_IDS = 8
-SEGMENT_IDS = 14  # of a segment that 0.13 has written
+SEGMENT_IDS = 14  # the number of records in a segment that 0.13 has written
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_no_record_is_removed_while_an_owner_replaces_adopted_batches():
     while interrupted:
         step += 1
         world = World(Random(step))
-        # The last batch is one that this replica had only a part of.
+        # This replica had only a part of the last batch.
         records = [*world.records, layout.record(35, b"new")]
         appends = list(other_batches(records, (7, 9, 12, 8), 5))
         interrupted = True

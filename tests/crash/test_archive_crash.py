@@ -257,7 +257,7 @@ def test_a_file_renamed_before_its_sync_is_detected(recorder):
 def test_an_unsynced_folder_is_detected(recorder):
     changes = recorder.changes
     folders = {each.path for each in changes if isinstance(each, SyncDirectory)}
-    assert len(folders) == 6  # from the one that has the archive to the one of the objects
+    assert len(folders) == 6  # from the archive's parent down to the folder of the objects
     for folder in sorted(folders):
         remaining_changes = [
             each for each in changes if not isinstance(each, SyncDirectory) or each.path != folder

@@ -53,7 +53,8 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     world.close()
     wrong, notes = verification_texts(write_to_directory(world.disk, tmp_path / "closed"))
     assert wrong == []
-    # The original's structure is written behind our slot, so that a crash may leave it behind.
+    # The structure of Waltz 0.13 is written after the slot of this version. So after a crash, it
+    # may be older than the slot.
     assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
 
 
@@ -187,7 +188,7 @@ def test_the_second_crc_is_crc_32():
 
 
 def cut_in_a_batch(world):
-    """Truncate a log within its last batch but one; both batches are trusted."""
+    """Truncate a log within its second-last batch; both batches are trusted."""
     for counts in ([9], [2], [1]):
         world.append(counts)
         world.sync()

@@ -1,4 +1,4 @@
-"""Commands that change a cluster under load, and a check that its replicas are equal."""
+"""Runs commands that change a cluster under load, and checks that its replicas are equal."""
 
 import asyncio
 import json

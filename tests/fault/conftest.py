@@ -9,7 +9,7 @@ from tests.fault.load import Scenario
 from tests.postgres import PostgresServer, postgres
 from waltz_core.local import LocalCluster, running_cluster
 
-__all__ = ["postgres"]  # a fixture is found where it is named
+__all__ = ["postgres"]  # pytest finds a fixture only in modules that import it
 
 # The shortest session that ZooKeeper grants with its ticks of half a second is one second.
 SESSION_MS = 1_500
@@ -37,7 +37,8 @@ def scenario(module_scenario: Scenario) -> Iterator[Scenario]:
         module_scenario.cluster.start(member.name)
 
 
-# The bank does the same with both. `test_sql_instances.py` has short tests of PostgreSQL.
+# The bank's statements are the same for both databases. `test_sql_instances.py` has short tests of
+# PostgreSQL.
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the URL of an empty database."""

@@ -29,7 +29,7 @@ from waltz_core.records.batches import encode_append
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 BATCH_ROWS, BATCHES_IN_FLIGHT = 20, 8
-# Between two bursts of IN_FLIGHT batches: a load keeps the log in use without using all CPU.
+# The pause between two bursts of batches. So a load appends all the time, without using all CPU.
 PAUSE_S = 0.2
 CREATION_TIME_END = 12  # a segment begins with 4 bytes of version and 8 of creation time
 
@@ -74,7 +74,7 @@ def paused_process(cluster: LocalCluster, name: str) -> Iterator[None]:
         """Whether each thread has stopped; one may still be executing a rename."""
         try:
             states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
-        except (FileNotFoundError, ProcessLookupError):  # one has just ended
+        except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
             return False
         return {*states} == {"T"}
 

@@ -57,7 +57,8 @@ class SumCallbacks(SqlCallbacks):
         total = connection.execute(
             sa.select(SUMS.c.total).where(SUMS.c.partition_id == partition)
         ).scalar_one()
-        # From a value that was read: with a concurrent writer this value is old.
+        # The new sum is computed from a value that was read before, which a concurrent writer may
+        # have changed.
         connection.execute(
             SUMS.update()
             .where(SUMS.c.partition_id == partition)

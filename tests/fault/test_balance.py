@@ -68,7 +68,7 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     try:
         wait_until("the hot partition has its own server", lambda: is_alone(cluster))
         is_calm = threading.Event()
-        is_calm.wait(CALM_S)  # no event shows that nothing moves: only time does
+        is_calm.wait(CALM_S)  # no event shows that no partition moves, so the test must wait
         after = owned(cluster)
         is_calm.wait(CALM_S)
         assert owned(cluster) == after

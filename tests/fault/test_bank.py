@@ -46,7 +46,7 @@ class Process(ChildProcess):
         self.run(self._command)
 
     def await_commits(self) -> None:
-        """Wait until it has done some more."""
+        """Wait until the teller has completed three more commands."""
         wanted = self._committed_count() + 3
         wait_until(f"{self.journal.stem} continues", lambda: self._committed_count() >= wanted)
 
@@ -62,12 +62,12 @@ def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[
     engine = create_engine(database)
     bank = bank_desk.Bank(connect, engine)
     for account in range(1, ACCOUNT_COUNT + 1):
-        with suppress(bank_desk.Refused):  # the log may be another test's as well
+        with suppress(bank_desk.Refused):  # another test may have created the accounts in this log
             bank.open(account)
             bank.deposit(account, 10_000)
     bank.close()
     engine.dispose()
-    # Its name is in its keys, which no other test's may have.
+    # The teller's name is in its keys, so it must differ from the names in other tests.
     names = [f"{tmp_path.name}-{number}" for number in range(TELLER_COUNT)]
     started = [Process(connect, database, tmp_path / f"{name}.journal") for name in names]
     yield started
@@ -217,7 +217,7 @@ def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
     for line in (f"{one} 0.00 deactivated", f"{two} 12.50", f"account {one} is deactivated"):
         assert line in printed
     assert any(line.endswith(f"12.50 from {one}") for line in printed)
-    for _ in range(2):  # given again it is done once
+    for _ in range(2):  # a repeated command takes effect once
         result = bank_commands("deposit", str(two), "1", "--id", f"gift-{two}")
         assert (result.returncode, result.stdout) == (0, f"account {two} holds 13.50\n")
     result = bank_commands("withdraw", str(two), "1,000")
@@ -236,7 +236,7 @@ class InterruptedBank(bank_desk.Bank):
 
 
 def in_two_partitions(bank: bank_desk.Bank, first_account: int) -> tuple[int, int]:
-    """Return two accounts that no one entry can change together."""
+    """Return two accounts in different partitions, which no single entry can change."""
     one = first_account
     two = next(
         each

@@ -115,7 +115,8 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
         assert result["moved"] == cluster.partition_count
         load.await_commits()
         assert storages_of(scenario) == {*(storages_of(scenario) - {dead}), fresh}
-        # A cluster that has lost one more continues: the new one counts.
+        # The cluster continues after it has lost another storage, so the new storage is in the
+        # quorum.
         cluster.kill("storage-2")
         load.await_commits()
         cluster.start("storage-2")

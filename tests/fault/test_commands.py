@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     where = tmp_path_factory.mktemp("commands") / "waltz"
     with running_cluster(where, server_count=2, partition_count=2) as found:
         hosts = found.connect.partition("/")[0]
-        # It is up when all partitions answer, which one server may own alone at first.
+        # A cluster is up when all partitions answer. At first, one server may own all of them.
         wait_until(
             "both servers own partitions",
             lambda: json_output(found, "cluster", "list", hosts)[0]["servers"] == 2,
@@ -55,11 +55,11 @@ class CommandOutput(NamedTuple):
 
 
 def output_of(cluster: LocalCluster, *words: str) -> CommandOutput:
-    """Give a command in this process: most of the time of a new one is its start."""
+    """Run a command in this process, because a new process takes long to start."""
     out, error = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WALTZ_CONNECT", cluster.connect)
-        patch.setattr(sys, "argv", ["waltz-core", *words])  # as the record has it
+        patch.setattr(sys, "argv", ["waltz-core", *words])  # the command that the audit log records
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             code = main()
     return CommandOutput(code, out.getvalue(), error.getvalue())
@@ -73,7 +73,7 @@ def json_output(cluster: LocalCluster, *words: str) -> Any:
 
 
 def run_failing(cluster: LocalCluster, *words: str) -> str:
-    """Give a command that must fail; return its one sentence."""
+    """Run a command that must fail; return its error message of one line."""
     found = output_of(cluster, *words)
     assert (found.code, found.out) == (1, ""), found
     *_, sentence = found.error.strip().splitlines()
@@ -90,7 +90,7 @@ def terminal() -> Iterator[tuple[int, list[str]]]:
     def read() -> None:
         with contextlib.suppress(
             OSError
-        ):  # Linux's way to say that no process has it open any more.
+        ):  # Linux reports this when no process has the terminal open.
             while chunk := os.read(terminal_end, 4096):
                 output.append(chunk.decode())
 
@@ -138,7 +138,7 @@ def test_servers_report_their_partitions_and_the_peers_that_they_can_reach(clust
     json_output(cluster, "server", "remove-preferred-partition", "0-1", one)
     is_healthy = lambda: output_of(cluster, "server", "list").code == 0  # noqa: E731
     wait_until("the servers are healthy", is_healthy)
-    # A cluster takes appends when a quorum of its storages runs.
+    # A cluster accepts appends when a quorum of its storages runs.
     reaches_all = lambda: output_of(cluster, "cluster", "check-connectivity").code == 0  # noqa: E731
     wait_until("all storages run", reaches_all)
     reach = json_output(cluster, "cluster", "check-connectivity")

@@ -68,7 +68,7 @@ def test_a_killed_storage_turns_red_is_replaced_through_the_page_and_turns_green
         seen = len(console.views)
         cluster.kill("storage-2")
         page.wait_for_selector(storage_card(console, old, "down"))
-        # The page requests the state each second: one answer may have been on its way.
+        # The page requests the state each second, so one answer may have been in flight.
         assert len(console.views) - seen <= 3
         expect(page.get_by_test_id("problem-list")).to_contain_text(old)
 

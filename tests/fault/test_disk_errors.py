@@ -28,7 +28,7 @@ from waltz_core.local import running_cluster
 
 pytestmark = pytest.mark.fault
 SERVERS = ("server-1", "server-2")
-RECORD_START = 128  # behind the header of a segment
+RECORD_START = 128  # records begin after the header of a segment
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
         scenario.cluster.kill("storage-2")
         restore_copy(scenario, "storage-2", tmp_path / "old")
         load.await_commits()
-        # One of the two that have everything goes as the old one comes.
+        # One of the two complete replicas stops when the old copy starts.
         scenario.cluster.kill("storage-3")
         scenario.cluster.start("storage-2")
         load.await_commits()
@@ -198,7 +198,7 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     with scenario.load() as load:
         load.await_commits()
         copy_running(scenario, "storage-2", tmp_path / "old")
-        # The storage is down for a moment, so that ZooKeeper has later sessions than the copy.
+        # The storage is down for a moment, so that ZooKeeper records later sessions than the copy.
         scenario.cluster.kill("storage-2")
         load.await_commits()
         scenario.cluster.start("storage-2")
@@ -225,7 +225,8 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     with WaltzClient(scenario.cluster.connect, diagnosed) as client:
         futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
         wait_until("the old copy is not trusted", is_unknown)
-        # All have answered that will; a session that opened with them would return its mark.
+        # All running storages have answered. If their answers sufficed to open a session, the
+        # server would return a mark.
         with WaltzClient(
             scenario.cluster.connect, ClientConfig(request_timeout_ms=400)
         ) as second_client:

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.fault
 class Fault(NamedTuple):
     """A fault, and all findings that the doctor must report.
 
-    `passes` is what comes by itself, or is no command's: then the printed ones are given.
+    `passes` does or awaits what no printed command does. Then the test runs the printed commands.
     """
 
     names: tuple[str, ...]
@@ -174,7 +174,7 @@ def share_a_group(cluster: LocalCluster) -> None:
 
 
 def storage_with_partition_0(cluster: LocalCluster) -> str:
-    """Return the name of a storage that holds partition 0: which ones do changes."""
+    """Return the name of a storage with a replica of partition 0; the tests move replicas."""
     first = min(assigned_replicas(cluster)[0])
     return next(each.name for each in cluster.members if first.endswith(f":{each.port}"))
 
@@ -223,7 +223,7 @@ def is_answering(url: str, *, timeout_s: float = 1) -> bool:
 
 
 def shift_clock(cluster: LocalCluster) -> None:
-    """Set a storage's clock some seconds ahead, until it is set."""
+    """Set a storage's clock some seconds ahead, until a printed command corrects it."""
     ahead = cluster.directory / "ahead"
     (ahead / "bin").mkdir(parents=True, exist_ok=True)
     (ahead / "sitecustomize.py").write_text(AHEAD, encoding="utf-8")
@@ -266,7 +266,7 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
 
 
 def one_group_for_each(layout: StorageLayout) -> dict[ReplicaId, int]:
-    """Return the groups, with each storage in a separate group."""
+    """Return groups such that each storage is in a separate group."""
     return {each: at for at, each in enumerate(layout.groups)}
 
 

@@ -29,8 +29,8 @@ from waltz_core.records.record import ReplicaId
 
 pytestmark = pytest.mark.fault
 
-# The longest session that ZooKeeper grants. A dead or frozen process stays registered so long, and
-# on a busy machine, a doctor that looks twice takes more than 10 s.
+# The longest session timeout that ZooKeeper grants. A dead or frozen process stays registered for
+# this time. On a busy machine, a doctor that checks twice takes more than 10 s.
 SESSION_MS = 40_000
 
 
@@ -44,9 +44,9 @@ def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedClu
 
 
 class Fault(NamedTuple):
-    """Of which members something is wrong, what, and what is to be found then.
+    """A fault of some members, and the expected finding.
 
-    `ends`: the sentence says that a process must be ended, for which no command can be printed.
+    `ends`: the finding states that a process must be ended; the doctor prints no command for this.
     """
 
     name: str
@@ -64,7 +64,8 @@ FAULTS = (
 )
 
 
-# A dead storage is found and started like a dead node of ZooKeeper; the test below starts servers.
+# These faults are slow to test, and other tests cover similar ones: the doctor finds a dead storage
+# like a dead node of ZooKeeper, and the test below starts servers.
 SLOW_FAULTS = ("storage-unavailable", "no-server")
 
 
@@ -97,7 +98,7 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
 
 
 def check_reported_once(cluster: LocalCluster) -> None:
-    """Servers answer late then, while they look whether they can reach it."""
+    """Check that the doctor reports the storage once, although servers answer late meanwhile."""
     result = run_command("doctor", *remote_options(cluster.connect))
     assert result.stdout.startswith(
         f"1. storage {member_address(cluster, 'storage-2')} accepts connections"
@@ -118,7 +119,7 @@ def settings_of(cluster: LocalCluster, member: str) -> Path:
 
 
 def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
-    """Have everything run as the next test expects it."""
+    """Start all members, as the next test expects."""
     diagnosed.end_daemons()
     for member in cluster.members:
         cluster.start(member.name)
@@ -133,12 +134,12 @@ def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
     doctor_options = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
     servers = [each.name for each in cluster.members if each.kind == "server"]
-    for name in servers:  # frozen first: else one would take the other out
+    for name in servers:  # frozen first: otherwise one server would remove the other
         cluster.kill(name, signal.SIGSTOP)
     for name in servers:
         cluster.kill(name)
     found = run_doctor(*doctor_options)
-    # ZooKeeper may have ended the session of one, or of both.
+    # ZooKeeper may have ended the session of one server, or of both.
     assert {each["name"] for each in found} in ({"server-unavailable"}, {"no-server"})
     for each in found:
         if each["name"] == "server-unavailable":
@@ -174,7 +175,7 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
 
 @pytest.mark.slow
 def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: DiagnosedCluster):
-    """The wrong one was started, and holds the address."""
+    """The storage of another cluster was started, and listens at the address."""
     cluster = diagnosed.cluster()
     look = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)

@@ -27,7 +27,7 @@ from waltz_core.local.zookeeper_process import zookeeper_config
 pytestmark = pytest.mark.fault
 # `WALTZ_LOCAL_CYCLES=20` is the long version.
 CYCLES = int(os.environ.get("WALTZ_LOCAL_CYCLES", "2"))
-# Smaller than the usual one, for speed: the processes are the same.
+# A small cluster, for speed: the kinds of processes are the same.
 THREE_STORAGES = ("--storages", "3", "--servers", "1", "--partitions", "2")
 ONE_STORAGE = ("--storages", "1", "--servers", "1", "--partitions", "2")
 
@@ -75,7 +75,7 @@ def pids_at(directory: Path) -> list[int]:
 
 
 def rejection_of(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the one sentence of a command that has failed."""
+    """Return the one-line error message of a command that has failed."""
     assert result.returncode == 1, (result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
     (sentence,) = result.stderr.strip().splitlines()
@@ -133,7 +133,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
     line = waltz_command("local", "up", "--directory", str(directory), *ONE_STORAGE)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
         wait_until("the first command has started", (directory / "cluster.json").exists)
-        first.send_signal(signal.SIGSTOP)  # there it stays, however long the second one takes
+        first.send_signal(signal.SIGSTOP)  # so it is still starting while the second command runs
         try:
             second = local(directory, "up", *ONE_STORAGE)
         finally:
@@ -174,12 +174,12 @@ def test_up_avoids_ports_in_use_but_never_changes_the_port_of_a_storage(director
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in usual:
-            with suppress(OSError):  # another process has it
+            with suppress(OSError):  # another process uses the port
                 stack.enter_context(occupy(port))
         connect = up(directory)
         assert not {member["port"] for member in status(directory).values()} & set(usual)
-        # A server's port identifies nothing: it may change. Of a storage that was registered, the
-        # port may where its figures are shown.
+        # The port of a server may change, because no component identifies the server by it. Of a
+        # registered storage, only the HTTP port for metrics may change.
         assert local(directory, "down").returncode == 0
         server, storage = map(LocalCluster(directory).member, ("server-1", "storage-1"))
         stack.enter_context(occupy(server.port))
@@ -190,7 +190,7 @@ def test_up_avoids_ports_in_use_but_never_changes_the_port_of_a_storage(director
         assert moved.member("storage-1").http_port != storage.http_port
         ports = moved.member("storage-1").port, moved.member("storage-1").admin_port
         assert ports == (storage.port, storage.admin_port)
-        # Where it is connected to may not.
+        # The port for connections may not change.
         assert local(directory, "down").returncode == 0
         with occupy(storage.port):
             sentence = rejection_of(local(directory, "up", *ONE_STORAGE))
@@ -227,7 +227,7 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
 
 @pytest.mark.slow
 def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
-    """A start that died early has recorded ports but started no process, so no address is known."""
+    """A start that died early has recorded ports, but no process has registered their addresses."""
     cluster = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
     cluster._load_or_create()
@@ -290,7 +290,7 @@ def test_up_waits_for_every_server(directory: Path):
         stack.callback(slow.down)
         slow.prepare()
         slow.start("server-2")
-        slow.kill("server-2", signal.SIGSTOP)  # long before it can have registered itself
+        slow.kill("server-2", signal.SIGSTOP)  # before it can have registered itself
         stack.callback(slow.kill, "server-2", signal.SIGCONT)
         lines: list[str] = []
         late = f"not registered in ZooKeeper yet: 127.0.0.1:{slow.member('server-2').port}"
@@ -379,7 +379,7 @@ def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
     monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")
     result = local(
         directory, "up", *ONE_STORAGE, "--timeout-s", "600"
-    )  # longer than the test waits
+    )  # longer than the time limit of the test
     assert result.returncode == 1
     assert "waltz-core: zookeeper ended while the cluster was starting." in result.stderr
     assert "ThereIsNoSuchOption" in result.stderr

@@ -188,7 +188,7 @@ def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
     member = cluster.member(name)
     with socket.create_connection((cluster.host, member.port), timeout=TEST_TIMEOUT_S) as link:
         link.sendall(b"H" + struct.pack(">hi", 0, len(payload)) + payload)
-        while link.recv(4096):  # its own hello, and then the end
+        while link.recv(4096):  # reads the storage's hello, and then the end of the connection
             pass
     log = cluster.log_path(name)
     wait_until("the refusal is logged", lambda: "Waltz Storage Client" in log.read_text())

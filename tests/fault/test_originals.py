@@ -54,7 +54,7 @@ def endpoints_of(view: ServersView) -> dict[str, dict[int, int]]:
 
 
 class Scenario:
-    """Originals that follow the assignment, and the owner of partition 0."""
+    """Clients of 0.13 that follow the assignment of partitions, and the owner of partition 0."""
 
     def __init__(self) -> None:
         self.clients: list[tuple[OriginalClient, Counters]] = []
@@ -95,7 +95,7 @@ async def count_up(is_over: asyncio.Event, client: OriginalClient, counters: Cou
 async def count_up_with_current_client(
     is_over: asyncio.Event, client: AsyncWaltzClient, counters: Counters
 ) -> int:
-    """Return how often it was."""
+    """Increment counters until the end of the run; return how many increments were committed."""
     committed = 0
     for time in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count()):
         name = NAMES[time % len(NAMES)]
