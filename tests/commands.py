@@ -32,7 +32,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def subcommands_of(group: str) -> dict[str, Subcommand]:
-    """Return the subcommands of a group with aliases; a command without a group is its only one."""
+    """Return the subcommands of a group with aliases; of a plain command, the command itself."""
     found = program.commands[group]
     stubs = found.commands if isinstance(found, CommandGroup) else {group: found}
     loaded = {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazySubcommand)}

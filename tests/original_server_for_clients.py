@@ -254,9 +254,9 @@ class OriginalServer:
                 if frame:
                     await self._take(peer, frame)
         except (Dropped, asyncio.IncompleteReadError, ConnectionError, struct.error):
-            pass  # the client has left, or has sent what no 0.13 server accepts
+            pass  # the client has disconnected, or has sent an invalid message
         except asyncio.CancelledError:
-            pass  # the server stops; a caller that has cancelled it waits for no more than its end
+            pass  # the server stops
         finally:
             peer.cut()
             self.peers.remove(peer)
@@ -411,7 +411,7 @@ class OriginalServer:
         _, partition = self._find(req_id)
         rest = struct.pack(">q", number)
         if partition is not None and number > partition.log.mark:
-            partition.poisoned.add(number)  # later requests do not find it either
+            partition.poisoned.add(number)  # later requests do not find this ID either
         if partition is None:
             text = b"partition not ready"
         elif number in partition.poisoned:
@@ -486,8 +486,8 @@ class OriginalCluster:
             self._assign(number, number % len(self.servers), 1)
 
     async def _stop(self) -> None:
-        # From a connection in the backlog to the first step of `_serve`, which closes it, asyncio
-        # takes some steps of the loop; it leaves the socket open if the server is closed before.
+        # `_serve` closes the socket of each connection. asyncio needs some steps of the loop until
+        # `_serve` runs. If the server is closed before, the socket stays open.
         for _ in range(ACCEPT_STEPS):
             await asyncio.sleep(0)
         for server in self.servers:
@@ -531,7 +531,8 @@ class OriginalCluster:
             if is_notified:
                 self.servers[before].release_ownership(number)
             else:
-                # Fenced: it commits nothing any more, and does not see later commits of others.
+                # The previous owner is fenced: it can commit no appends, and does not see commits
+                # of other owners.
                 old.log = Log(list(old.log.records))
                 old.may_commit.clear()
             self.logs[number].records += reached

@@ -41,7 +41,7 @@ def find_programs() -> Path | None:
 
 
 def find_server_user() -> pwd.struct_passwd | None:
-    """Return the user that runs the server: the current one, or another one if that is root."""
+    """Return the user that runs the server: the current user, or another user in place of root."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid())
     for name in SERVER_USERS:

@@ -53,9 +53,9 @@ def make_batches(first, counts, session, chain, rng, *, bytes_max=200):
 class ModeledLog:
     """A disk, a log on it, and the expected content of the log.
 
-    `records` and `entries` are all that was written in the current history; `acked` is the last ID
-    that the log has reported as durable, `floor` the session that it has promised, `confirmed` the
-    mark that it has confirmed. `cut_to` is a truncation without an answer.
+    `records` and `entries` contain all that was written in the current history. The log has
+    reported all IDs up to `acked` as durable, has promised the session `floor`, and has confirmed
+    the mark `confirmed`. `cut_to` is the target of a truncation without an answer.
     """
 
     rng: Random
@@ -122,7 +122,7 @@ class ModeledLog:
         """Check that the log has all acknowledged records, and no record that was not written."""
         log = self.log
         if self.cut_to is not None and log.max_id <= self.cut_to < self.max_id:
-            # A truncation counts completely as soon as any part of it is visible.
+            # If a part of a truncation is visible, the model assumes the complete truncation.
             self.cut_model(self.cut_to)
             self.acked = self.max_id
         assert self.acked <= log.max_id <= self.max_id, (self.acked, log.max_id, self.max_id)
@@ -239,7 +239,7 @@ class ModeledLog:
         self.check_after_crash()
         self.prepare()
 
-    # ---- going on
+    # ---- after a failure
 
     def check_new_session(self):
         """Check that a new session accepts appends, in every state."""

@@ -22,7 +22,7 @@ class TableLibrary(NamedTuple):
     name: str
     modules: Mapping[str, str]
     file_prefix: str  # of its files
-    excluded_groups: Sequence[str]  # what it depends on, and Spark has
+    excluded_groups: Sequence[str]  # dependencies that Spark already has
     extension: str
     settings: Mapping[str, str]
 
@@ -52,7 +52,7 @@ class TableLibrary(NamedTuple):
         line += ["--conf", f"spark.jars.ivy={self._directory}"]
         if self.excluded_groups:
             line += ["--exclude-packages", ",".join(f"{group}:*" for group in self.excluded_groups)]
-        # A program of Spark's that ends at once.
+        # A program of Spark that ends at once.
         line += ["--class", "org.apache.spark.examples.DeltaHasNone", "spark-internal"]
         result = subprocess.run(line, capture_output=True, text=True, check=False)
         if list(self._directory.glob(f"jars/{self.file_prefix}*.jar")):

@@ -124,7 +124,7 @@ class EndlessWriter:
         return partition, header, row, future
 
     def _value(self) -> object:
-        """Return a number, or a struct with lists of structs, whose fields become more (rule 4)."""
+        """Return a number, or a struct with lists of structs, which gain fields (rule 4)."""
         number = self._rng.randrange(1000)
         if not self._has_structs:
             return number

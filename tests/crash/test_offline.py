@@ -120,7 +120,7 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
     at = data.draw(st.integers(0, size - 1))
     flip_byte(directory / name, at, data.draw(st.integers(1, 255)))
     wrong, _ = verification_texts(directory)
-    is_created = name == "waltz-storage.ctl" and 4 <= at < 12  # a time, which nothing is bound to
+    is_created = name == "waltz-storage.ctl" and 4 <= at < 12  # creation time: not checked
     assert is_created or wrong, (name, at)
 
 
@@ -184,7 +184,7 @@ def test_any_bytes_are_decoded_without_an_exception(data, position):
 
 
 def test_the_second_crc_is_crc_32():
-    assert struct.pack(">I", layout.crc32(b"hello-0")).hex() == "154677bc"  # the original's
+    assert struct.pack(">I", layout.crc32(b"hello-0")).hex() == "154677bc"  # as in Waltz 0.13
 
 
 def cut_in_a_batch(world):

@@ -73,7 +73,7 @@ def scenario(world):
 
 
 def test_power_loss_at_every_step_of_a_scenario():
-    """Each step with another set of surviving changes; `test_matrix.py` tries all at each step."""
+    """Each step has other surviving changes; `test_matrix.py` tries all sets at each step."""
     step = 0
     lost = True
     while lost:

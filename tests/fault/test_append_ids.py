@@ -58,7 +58,7 @@ def events_of(log: Path) -> list[dict[str, object]]:
 
 
 def with_request(events: list[dict[str, object]], name: str, request: str) -> list[object]:
-    """Return the events of a name that have a request ID, or a run of IDs that starts with it."""
+    """Return the events with this name and request ID, or a range of IDs that begins with it."""
     return [
         each
         for each in events

@@ -366,7 +366,7 @@ def test_commands_without_a_cluster_name_local_up(directory: Path):
 def test_a_directory_may_have_any_name_in_the_locale_c(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """ZooKeeper is Java, which names files by the locale, and reads its settings as Latin-1."""
+    """ZooKeeper, in Java, encodes file names by the locale, and reads settings as Latin-1."""
     monkeypatch.setenv("LC_ALL", "C")
     up(directory)
     assert (directory / "zookeeper" / "version-2").is_dir()

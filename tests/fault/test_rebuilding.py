@@ -91,7 +91,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     # continue. The clock was set back when the command created the znodes.
     words = ("cluster", *rebuild, "--connect", cluster.connect, "--timeout-s")
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
-    limits_s = (3 << doublings for doublings in range(8))  # until it gets past ZooKeeper
+    limits_s = (3 << doublings for doublings in range(8))  # until one is long enough
     reported = (
         subprocess.run([*line, str(each)], check=False, capture_output=True, text=True).stderr
         for each in limits_s

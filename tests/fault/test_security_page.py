@@ -37,7 +37,7 @@ SESSION = {"zookeeper_session_timeout_ms": 3_000}
 
 
 class Page:
-    """The blocks of the page in their order, with the places of this test."""
+    """The blocks of the page in their order, with the paths and addresses of this test."""
 
     def __init__(self, cluster: LocalCluster, directory: Path) -> None:
         text = (ROOT / "docs/security.md").read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ class Page:
 
 
 class Journal:
-    """What an application has got, over several clients: outcomes of appends, and a feed."""
+    """What an application has received, over several clients: outcomes of appends, and a feed."""
 
     def __init__(self) -> None:
         self.acknowledged: dict[tuple[int, int], bytes] = {}
@@ -94,7 +94,7 @@ class Journal:
         return b"%d/%d" % (partition, next(self._numbers))
 
     def await_progress(self) -> None:
-        """Wait until each partition has committed more, and its feed has delivered that."""
+        """Wait until each partition has committed more rows, and its feed has delivered them."""
         wanted = {each: len(self.applied[each]) + BURST for each in self.applied}
         wait_until(
             "the feed continues",
@@ -106,7 +106,7 @@ class Journal:
         assert self.failures == []
 
     def check_outcomes_against_log(self, connect: str) -> None:
-        """No acknowledged append is lost, none is twice in the log, and the feed has no gap."""
+        """Check that no acknowledged append is lost or duplicated, and that the feed has no gap."""
         assert self.failures == []
         with WaltzClient(connect, PATIENT_CLIENT) as client:
             log = {each: read_all(client, each) for each in range(PARTITIONS)}
@@ -180,7 +180,7 @@ class Application:
             self._journal.failures.append(error)
 
     def _settle(self, partition: int, row: bytes, future: "Future[int]") -> None:
-        """Keep the ID of a row; it is repeated until it has one."""
+        """Record the ID of a row; append the row again until it has one."""
         while True:
             try:
                 number = future.result(TEST_TIMEOUT_S)
@@ -241,7 +241,7 @@ def create_certificates(directory: Path) -> None:
 
 
 def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
-    """A process without TLS, and one without a token, get nothing."""
+    """Check that a process without TLS, and a process without a token, are rejected."""
     connect = cluster.connect.partition("?")[0]
     for timeout_ms in (2_000, 20_000, 200_000):
         with (
@@ -251,7 +251,8 @@ def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
             client.high_water_mark(0)
         if isinstance(caught.value, TlsFailed):
             break
-        # A busy machine had not connected by then: the next client has more time.
+        # On a busy machine, the client may not have connected by then: the next client has more
+        # time.
     assert isinstance(caught.value, TlsFailed)
     with (
         WaltzClient(f"{connect}?tls={authorities}", PATIENT_CLIENT) as client,

@@ -35,7 +35,7 @@ LAG_MAX = 300
 
 
 class Database(NamedTuple):
-    """A database and how it is used."""
+    """A database, and whether instances apply batches to it."""
 
     url: str
     isolation: str | None
@@ -112,7 +112,7 @@ class Log:
         while not condition():
             assert time.monotonic() < deadline, f"not in time: {description}"
             if sum(self.marks().values()) - sum(read_marks(self._engine).values()) > LAG_MAX:
-                time.sleep(0.02)  # other processes apply, and report it only in the database
+                time.sleep(0.02)  # other processes apply, and only the database shows it
                 continue
             self.write(1)
 
@@ -166,7 +166,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
     numbers = itertools.count(1)
 
     def start() -> Instance:
-        number = next(numbers)  # every second one applies a batch with one statement each
+        number = next(numbers)  # every second instance applies each batch with one statement
         name = f"instance {number}"
         return Instance(cluster, place, name, tmp_path, together=number % 2 == 0)
 
@@ -277,7 +277,7 @@ def test_a_view_finds_the_new_primary(postgres: postgres.PostgresServer) -> None
     with admin.connect() as connection:
         connection.exec_driver_sql(f"ALTER DATABASE {database} SET default_transaction_read_only=1")
     engine.dispose()
-    with engine.connect():  # stays in the pool, as a connection to a demoted primary does
+    with engine.connect():  # the pool keeps it, like that to a demoted primary
         pass
     with admin.connect() as connection:
         connection.exec_driver_sql("SET default_transaction_read_only=0")

@@ -133,7 +133,7 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
         found = run_doctor(*remote_options(cluster.connect))
         return not any(each["about"] in others for each in found)
 
-    # On a busy machine another one may not answer the doctor in time.
+    # On a busy machine, another storage may not answer the doctor in time.
     wait_until("the doctor names no other storage", is_no_other_named)
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()
@@ -144,7 +144,7 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
 
 def delete(directory: Path) -> None:
     def is_deleted() -> bool:
-        shutil.rmtree(directory, ignore_errors=True)  # new files may come meanwhile
+        shutil.rmtree(directory, ignore_errors=True)  # the storage may create files meanwhile
         return not directory.exists()
 
     wait_until("the directory is deleted", is_deleted)

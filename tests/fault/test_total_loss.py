@@ -120,7 +120,7 @@ TALLIES = sa.Table(
 
 
 class Tally(SqlCallbacks):
-    """A view that has a row for each transaction that it has applied."""
+    """A view with a row for each transaction that it has applied."""
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
         partition, last = int(transaction.partition_id), int(transaction.transaction_id)
@@ -167,7 +167,7 @@ async def write_once(coordinator: Coordinator) -> None:
 
 
 async def repeat_write(coordinator: Coordinator) -> object:
-    """Begin it again, as a later run does; a task cannot enter, and the summary is the old one."""
+    """Begin the write again like a later run, whose tasks cannot enter; return its summary."""
     state = await coordinator.writes.begin("monday", {0: 99}, 1 << 40)
     with pytest.raises(ConnectionSuperseded, match="monday"):
         await coordinator.writes.enter("monday", 1, "later", coordinator.next_client_id)

@@ -46,7 +46,7 @@ class UserChange:
         return self.cluster.connect.partition("?")[0]
 
     def restart_all(self, auth: str, load: Load) -> None:
-        """Restart storages and servers, one after the other, with this content of their file."""
+        """Write the auth file; restart storages and servers, one after the other."""
         self.members_file.write_text(auth)
         self.cluster._load_state().auth_file = str(self.members_file)
         for member in self.cluster.members:
@@ -101,7 +101,7 @@ class UserChange:
 
 
 def check_no_append_failed(load: Load) -> None:
-    """Wait for commits; each row is committed, or may be sent again as it is.
+    """Wait for commits; check that each row is committed, or may be sent again unchanged.
 
     A partition that moves, or whose storage ends, does not commit all rows in flight.
     """
@@ -120,7 +120,7 @@ def user_change(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureReq
 def test_a_cluster_changes_from_one_zookeeper_user_to_two_while_clients_append(
     user_change: UserChange,
 ):
-    """Clients keep their file and their sessions."""
+    """Clients keep their auth file and their sessions."""
     scenario = Scenario(user_change.cluster)
     with scenario.load() as load:
         load.await_commits()
@@ -128,7 +128,7 @@ def test_a_cluster_changes_from_one_zookeeper_user_to_two_while_clients_append(
         check_no_append_failed(load)
         user_change.protect()
         check_no_append_failed(load)
-        # Partitions can also move with the new permissions.
+        # With the new permissions, partitions can still move.
         user_change.restart("server-1", load)
         check_no_append_failed(load)
     user_change.check_no_process_was_denied()

@@ -1,9 +1,9 @@
 """The fuzzer: feeds decoders changed and random bytes, under limits of memory and time.
 
-    python -m tests.fuzz --seconds 600                       # all decoders, 600 s in total
-    python -m tests.fuzz --seconds 600 --decoder hello       # one of them; may be repeated
-    python -m tests.fuzz --decoder hello --atheris           # guided by coverage, until ctrl-C
-    python -m tests.fuzz --decoder hello --input FILE        # one input again
+    python -m tests.fuzz --seconds 600                       # all decoders, 600 s in total python
+    -m tests.fuzz --seconds 600 --decoder hello       # one decoder; may be repeated python -m
+    tests.fuzz --decoder hello --atheris           # guided by coverage, until ctrl-C python -m
+    tests.fuzz --decoder hello --input FILE        # one input again
 
 Each decoder runs in a separate process. The fuzzer prints each defect with its location and its
 bytes, and stores the shortest input for each location in `tests/fuzz/corpus`. The exit code is then
@@ -68,7 +68,7 @@ def prepare(decoders: Iterable[Decoder]) -> None:
             try:
                 decoder.check(data)
             except Defect:
-                continue  # it is found again, under the limits
+                continue  # the run under the limits finds the defect again
     limit_memory()
 
 
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--input", type=Path, help="a file with the only input")
     parser.add_argument("--atheris", action="store_true", help="needs the package atheris")
     parser.add_argument("--keep-seeds", action="store_true", help="add seeds to the corpus")
-    for each in ("--worker", "--extremes"):  # for processes that this one starts
+    for each in ("--worker", "--extremes"):  # only for child processes
         parser.add_argument(each, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--last", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ from waltz_core.archive.objects import ArchiveObject, ObjectMetadata
 from waltz_core.errors import BadFormat, ChecksumMismatch
 
 DAMAGED = (BadFormat, ChecksumMismatch)
-NAME_BYTES_MAX = 1_024  # of a key in S3
+NAME_BYTES_MAX = 1_024  # the limit for a key in S3
 
 
 def manifests() -> list[bytes]:
@@ -53,7 +53,7 @@ def changed_objects() -> list[bytes]:
                 values[where] = changed
                 try:
                     array = pa.array(values, column.type)
-                except (pa.ArrowException, OverflowError):  # it is too wide for the column
+                except (pa.ArrowException, OverflowError):  # the value is too wide for the column
                     continue
                 objects_found.append(written(table, name, array))
     objects_found.append(written(table.drop_columns(["header"]), "", None))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Defect(AssertionError):
-    """A decoder did something that it does not declare; `location` is the line that did it."""
+    """A decoder has violated its declaration in the line `location`."""
 
     def __init__(self, decoder: str, data: bytes, description: str, location: str) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class Decoder:
 
     `decode` returns, or raises one of `errors`, which its docstring declares. It may also check the
     decoded value with assertions. `seeds` returns valid bytes. `seal` corrects the checksums of
-    changed bytes, so that the code after the check of the checksums runs, too. `words` are inserted
+    changed bytes, so that decoding continues after the check of the checksums. `words` are inserted
     into inputs. `examples` is the number of inputs of a quick test.
     """
 

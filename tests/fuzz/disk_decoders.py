@@ -269,7 +269,7 @@ def read_log(log: PartitionLog) -> None:
 
 @cache
 def _verified_directory() -> Path:
-    # In memory where that is possible: each input writes a file.
+    # In memory if possible, because each input writes a file.
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=parent))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)

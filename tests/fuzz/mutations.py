@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 INT32_MAX, INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
 MUTATIONS_MAX = 4
 BYTES_MAX = 1 << 16
-# Where a number is a count, a length or an offset, these values do most harm.
+# Values that are most harmful as a count, a length or an offset.
 EXTREMES = (
     *(0, 1, -1, 2, 7, 0x7F, 0x80, 0xFF, 0x100, 0x7FFF, 0x8000, 0xFFFF, 1 << 20, 1 << 24, 1 << 28),
     *(INT32_MAX, INT32_MAX - 1, -INT32_MAX - 1, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62),
@@ -41,7 +41,7 @@ KINDS = (
 
 
 class Mutation(NamedTuple):
-    """One change; `at` is a place, modulo the size, and `value` chooses among values."""
+    """One change; `at` is an offset, modulo the size, and `value` chooses among values."""
 
     kind: str
     at: int
@@ -115,7 +115,7 @@ def _mutation(kind: str, number: int) -> Mutation:
     return Mutation(kind, number % BYTES_MAX, 1 + number % 61, number // BYTES_MAX)
 
 
-# Two draws for each, since draws take most of the time of a quick test.
+# Only two draws for each mutation, because draws take most of the time of a quick test.
 mutations = st.builds(_mutation, st.sampled_from(KINDS), st.integers(0, BYTES_MAX**2 - 1))
 
 

@@ -34,7 +34,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @cache
 def _settings_file() -> Path:
-    # In memory where that is possible: each input writes it.
+    # In memory if possible, because each input writes this file.
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=parent))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -63,7 +63,7 @@ def load_settings(config_type, data: bytes) -> None:
     try:
         load_config(config_type, path=path)
     finally:
-        # One variable with these bytes; which one, depends on them.
+        # One variable has these bytes as its value; the bytes also choose the variable.
         variable = prefix + names[sum(data) % len(names)].upper()
         with suppress(BadConfig):
             load_config(config_type, environment={variable: text_of(data)})

@@ -126,7 +126,7 @@ def check_client_hello(data: bytes) -> None:
 
 
 def streams() -> list[bytes]:
-    """Return what the far end sends on a connection, after two bytes that choose the near end."""
+    """Return the bytes that a peer sends; the two bytes before them choose the receiving end."""
     byte_streams = []
     for number, protocol in enumerate(PROTOCOLS):
         version = max(protocol.versions_accepted)
@@ -237,7 +237,7 @@ def server_ranges() -> list[bytes]:
 
 
 def read_server_range(data: bytes) -> None:
-    """Take a server's answer to a read of the whole log, and convert it to Arrow."""
+    """Process a server's answer to a read of the whole log, and convert it to Arrow."""
     message = decode_message(WireProtocol.CLIENT, data)
     if not isinstance(message, messages.RangeData):
         return
@@ -316,17 +316,17 @@ class Answering:
         self._message = message
 
     def send(self, request: messages.Message) -> None:
-        """Drop it."""
+        """Drop the message."""
 
     def abort(self, reason: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def receive(self):
         return self._message, 0
 
 
 def read_storage_range(data: bytes) -> None:
-    """Take a storage's answer to a read of the whole log."""
+    """Process a storage's answer to a read of the whole log."""
     message = decode_message(WireProtocol.STORAGE, data)
     if not isinstance(message, messages.RangeBytes):
         return
@@ -342,7 +342,7 @@ def read_storage_range(data: bytes) -> None:
 
 
 def check_storage_range(data: bytes) -> None:
-    """Take a storage's answer as a server does, which reads and repairs."""
+    """Process a storage's answer like a server, which reads and repairs."""
     message = decode_message(WireProtocol.STORAGE, data)
     if not isinstance(message, messages.RangeBytes):
         return
@@ -379,7 +379,7 @@ def feed_batches() -> list[bytes]:
 
 
 def take_feed(data: bytes) -> None:
-    """Take a batch of a feed, with a filter and without."""
+    """Process a batch of a feed, with a filter and without."""
     message = decode_message(WireProtocol.CLIENT, data)
     if not isinstance(message, messages.FeedBatch):
         return
@@ -399,7 +399,7 @@ def append_results() -> list[bytes]:
 
 
 def take_append_result(data: bytes) -> None:
-    """Take the answer to an append."""
+    """Process the answer to an append."""
     message = decode_message(WireProtocol.CLIENT, data)
     if isinstance(message, messages.AppendResult):
         _decode_outcome(message, max(1, len(message.reasons)))
@@ -419,7 +419,7 @@ def rejection_lists() -> list[bytes]:
 
 
 def take_rejections(data: bytes) -> None:
-    """Take the newest rejections of a partition."""
+    """Process the newest rejections of a partition."""
     message = decode_message(WireProtocol.CLIENT, data)
     if isinstance(message, messages.RejectionsResponse):
         decode_rejections(message)

@@ -77,7 +77,7 @@ def decode_json_node(from_bytes, to_bytes, data: bytes) -> None:
     found = from_bytes(data)
     try:
         again = to_bytes(found)
-    except ValueError:  # a text with half a character, which JSON can express and UTF-8 cannot
+    except ValueError:  # a lone surrogate, which is valid in JSON but not in UTF-8
         return
     found = from_bytes(again)
     assert from_bytes(to_bytes(found)) == found

@@ -30,7 +30,7 @@ def run_tool(capsys, *words):
 
 
 def test_a_0_13_program_directory_verifies(storage, capsys):
-    # All four partitions were assigned by the original; the golden files are those of one.
+    # Waltz 0.13 had assigned all four partitions; the golden files are those of one partition.
     missing = [
         (
             f"{one}: the directory is missing, but partition {one} is assigned to the storage "

@@ -107,7 +107,7 @@ def test_messages_of_released_versions_keep_their_bytes_and_their_meaning():
         message = round_trip(protocol, version, data)
         assert (type(message).__name__, version) == (each["message"], each["version"])
         fields = wire_examples.json_fields(message)
-        # Fields that a later version has added are not among those of the example.
+        # An example lacks the fields that a later version has added.
         assert {name: fields[name] for name in each["fields"]} == each["fields"]
 
 

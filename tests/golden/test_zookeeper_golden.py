@@ -158,7 +158,7 @@ def test_vectors_decode_and_encode_to_their_bytes(name):
     assert decode(type(value).__name__, data, "/r/store/partition/2") == value
 
 
-# Ours; released bytes, never to be edited.
+# Nodes of this version: released bytes, which must never be edited.
 CURRENT_NODES = {
     "0101ffffffffffffffff00000000000000000000000000000000": model.PartitionMarker(
         model.MarkerState.NEW

@@ -13,7 +13,7 @@ from waltz_core.wire import codec, fields
 from waltz_core.wire.messages import FieldKind, Message, WireProtocol
 
 EXAMPLES_FILE = Path(__file__).parent / "wire" / "waltz_0_2.json"
-# The versions that Waltz 0.13 does not have; those of 0.2.0.
+# Versions that Waltz 0.13 lacks; the latest versions of release 0.2.0.
 RELEASED_VERSIONS = {
     WireProtocol.CLIENT: (5, 6),
     WireProtocol.STORAGE: (1, 2),

@@ -24,7 +24,7 @@ ROWS = APPENDS * ROWS_OF_ONE
 
 
 class Archived(NamedTuple):
-    """A cluster with one partition, of which everything is archived, and the URL of the archive."""
+    """A cluster with one partition, which is archived completely, and the URL of the archive."""
 
     cluster: LocalCluster
     url: str
@@ -71,7 +71,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
 
 def test_the_status_shows_the_archived_transactions_of_a_partition(archived: Archived):
     found = archived.status()
-    assert found["archive"] == archived.url  # as the storages have it
+    assert found["archive"] == archived.url  # as in the settings of the storages
     assert found["first_available"] == 0
     assert (found["lag"], found["lag_bytes"], found["lag_s"]) == (0, 0, 0.0)
     assert found["archived"] == found["high_water_mark"] == ROWS - 1
@@ -118,7 +118,7 @@ def test_a_storage_that_does_not_answer_is_reported(archived: Archived):
 
 
 def test_pins_are_shown_and_removed(archived: Archived):
-    """Of a restore that was interrupted, for example."""
+    """An interrupted restore, for example, leaves a pin."""
     connect = archived.cluster.connect
     key = json.loads(run_command("cluster", "show-key", "--connect", connect, "--json").stdout)
     source, restored = UUID(key["cluster_key"]), UUID(int=7)
@@ -162,7 +162,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         location = f"transactions {files[1]['first']}..{files[1]['last']}, file {problem['name']}"
         assert location in messages
         assert "Hint: add --repair to write the file again" in messages
-        # A range without it.
+        # A range that the object does not contain.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0
         code, found, messages = archived.command("verify", "--first", str(ROWS))
@@ -228,7 +228,7 @@ def test_the_doctor_reports_an_archive_that_cannot_be_written(archived: Archived
     doctor_options = ("--connect", connect, "--directory", "/nonexistent")
     folder = archived.path("")
     hidden = folder.rename(folder.with_name("hidden"))
-    folder.touch()  # It is no folder any more.
+    folder.touch()  # Replaces the folder by a file.
     try:
         with WaltzClient(connect) as client:
             client.append(b"more", partition=0).result(TEST_TIMEOUT_S)

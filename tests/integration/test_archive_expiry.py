@@ -45,13 +45,13 @@ def first_of(cluster: LocalCluster) -> int:
 
 
 def check_reads(cluster: LocalCluster, written: list[bytes], first: int) -> None:
-    """Read below the first available ID and from it on, in each way."""
+    """Read from below the first available ID, and from this ID on, in each way."""
     last = len(written) - 1
     with WaltzClient(cluster.connect) as client:
         replicas = client.replicas(0)
         assert replicas.archived is not None
         assert replicas.archived.first == first
-        for source in (None, replicas):  # by the server, and by this process
+        for source in (None, replicas):  # the server, then this process, reads
             begun_s = time.monotonic()
             with pytest.raises(BeforeLogStart, match=rf"(at transaction|one is) {first}") as caught:
                 read_payloads(client, first - 1, last, source)
@@ -102,7 +102,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         expire(cluster, before, "--yes")
         first = first_of(cluster)
         assert 0 < first <= before
-        cluster.kill("server-1")  # it has the newest transactions in memory
+        cluster.kill("server-1")  # it has cached the newest transactions
         cluster.start("server-1")
         check_reads(cluster, written, first)
         check_feed_below(cluster, first, caplog)

@@ -1,4 +1,4 @@
-"""A corrupt object of the archive is named by readers, and replaced from a storage that has it."""
+"""Readers name a corrupt object of the archive; it is replaced from a storage with its records."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def has_owner(cluster: LocalCluster) -> bool:
 
 
 def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
-    """A read of an object that only the archive has names it, and is not repeated by the client."""
+    """Check that the error of a read names the object, and that the client does not retry."""
     wait_until("the partition has an owner", lambda: has_owner(cluster))
     with WaltzClient(cluster.connect) as client, pytest.raises(Damaged) as caught:
         read_payloads(client, entry.first, entry.last, None)
@@ -60,7 +60,7 @@ def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
 
 
 def check_feed_names(cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogCaptureFixture):
-    """The owner interrupts a feed of the object, and the reason names it."""
+    """Check that the owner interrupts a feed, and that the reason names the object."""
     log.clear()
     log.set_level(logging.INFO)
     with WaltzClient(cluster.connect) as client:
@@ -83,7 +83,7 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
         assert also_local.first > max(starts)
         bytes_before = spoil(tmp_path / "archive" / archived_only.name)
         spoil(tmp_path / "archive" / also_local.name)
-        cluster.kill("server-1")  # it has the newest transactions in memory
+        cluster.kill("server-1")  # it has cached the newest transactions
         cluster.start("server-1")
         check_is_named(cluster, archived_only)
         check_feed_names(cluster, archived_only, caplog)

@@ -1,4 +1,4 @@
-"""Every snippet of docs/client.md, in its order, in one program, against a local cluster."""
+"""Runs the snippets of docs/client.md in order, as one program, against a local cluster."""
 
 import re
 from pathlib import Path

@@ -23,7 +23,7 @@ from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-# No healthy process takes as long, however busy the machine is.
+# Longer than any healthy process takes, even on a busy machine.
 TIMEOUT_S = 4.0
 
 

@@ -187,7 +187,7 @@ def test_a_table_with_a_changes_function_equals_a_replay(written: WrittenLog, tm
 
 @pytest.fixture
 def tables(written: WrittenLog, tmp_path: Path) -> Path:
-    """Return a file with three tables: by rules, by a function, and with columns that are found."""
+    """Return a file with three tables: with rules, with a function, and with inferred columns."""
     columns = 'columns = ["id:int64", "op:string", "value:int64"]'
     headers = f"headers = [1, {DELETE_HEADER}]\ndelete_headers = [{DELETE_HEADER}]"
     rules = f"""{headers}\ndelete_where = "op = 'D'\""""
@@ -452,7 +452,7 @@ def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClien
 
 
 def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
-    """Also if the key of the table is in the log: a row of nulls would be no replay."""
+    """Also if the key is a column of the log: a row of nulls would not equal a replay."""
     keys, fewer = tmp_path / "keys", tmp_path / "fewer"
     for directory, names in ((keys, ("a", "b")), (fewer, ("a",))):
         directory.mkdir()

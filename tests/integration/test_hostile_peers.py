@@ -122,7 +122,7 @@ class Attack:
                     writer.write(b"GET / HTTP/1.1\r\n\r\n" if number % 2 else b"\x16\3\1\2\0\1\0")
                 elif kind == 2:  # a part of a ClientHello
                     writer.write(self._client_hello[: number % len(self._client_hello)])
-                elif kind == 3:  # one that costs the peer nothing, and no more
+                elif kind == 3:  # a whole request that costs the peer nothing
                     writer.write(self._client_hello)
                 elif kind == 5:
                     writer.write(bytes(range(256)))
@@ -146,8 +146,8 @@ def client_hello(context: ssl.SSLContext) -> bytes:
 async def check_answers(access: ClusterAccess, protocol: WireProtocol) -> None:
     """Connect with a token, and send a request that is answered.
 
-    Until its token is accepted, the peer is one of the unauthorized peers of its host, which are
-    too many. So it may have to connect again, as clients do.
+    Until its token is accepted, the peer counts towards the limit of unauthorized peers of its
+    host, which the attack exceeds. So it may have to connect again, as clients do.
     """
     name, request, principal = PORTS[protocol]
     member = access.cluster.member(name)
@@ -166,7 +166,7 @@ async def check_answers(access: ClusterAccess, protocol: WireProtocol) -> None:
 
 
 async def attacked(access: ClusterAccess, protocol: WireProtocol, authorities: str) -> Attack:
-    """Open all connections, and work meanwhile; return when the daemon has closed them."""
+    """Open all connections, and run the block meanwhile; return when the daemon has closed them."""
     member = access.cluster.member(PORTS[protocol][0])
     port = member.admin_port if protocol is WireProtocol.ADMIN else member.port
     assert port is not None

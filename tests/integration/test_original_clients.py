@@ -1,4 +1,4 @@
-"""Modeled 0.13 clients at a server of this version: no lost, duplicated or wrong outcomes."""
+"""Models of 0.13 clients get no lost, duplicated or wrong outcomes from this version's server."""
 
 import asyncio
 import contextlib
@@ -91,7 +91,7 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
                 for name in names
             ]
             await poll_until(lambda: all(each.logs[0].last == 5 for each in world.storages))
-            # Nothing was acknowledged, and all three forget it: it is nowhere any more.
+            # No append was acknowledged. All three storages discard the appends, so they are lost.
             session = partition.session_id
             for storage in world.storages:
                 storage._held_answers.clear()
@@ -120,7 +120,8 @@ def test_a_0_13_client_with_a_reset_connection_count_retries_with_higher_numbers
             earlier.send(original.MOUNT_REQUEST, mount, struct.pack(">qq", -1, 3))
             kind, *_ = await earlier.receive()
             assert kind == original.MOUNT_RESPONSE
-            # After a short absence of its server's node the client counts from 0 again.
+            # After its server's node was missing for a moment, the client restarts its sequence at
+            # 0.
             async with model_of(9, server) as (client, state):
                 await client.submit(0, lambda: state.count_up("a"))
                 assert client.stream.reconnects == 4
@@ -236,7 +237,7 @@ def test_a_client_that_catches_up_needs_one_storage_read_for_many_transactions()
             await writer.mount()
             assert await ids(writer.append(2_000, size=100)) == list(range(2_000))
             reads = server.hosts[PartitionId(0)].partition.reads
-            reads.clear_caches()  # as in a server that has just got the partition
+            reads.clear_caches()  # as in a new owner of the partition
             applied: list[tuple[int, int]] = []
 
             def apply(_partition: int, number: int, header: int, _req: Req, data: bytes) -> None:

@@ -75,7 +75,7 @@ def running_cluster(
 
 @pytest.fixture
 def access(running_cluster: ClusterAccess) -> ClusterAccess:
-    """The permissions as they were first."""
+    """The initial permissions."""
     running_cluster.write(PERMISSIONS)
     return running_cluster
 
@@ -92,7 +92,7 @@ def requirement_of(message: Message) -> Requirement | None:
 
 
 def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> bool:
-    """Whether a principal may do it that has one verb, for the partition `PERMITTED_PARTITION`."""
+    """Whether one verb for the partition `PERMITTED_PARTITION` permits a request."""
     has_verb = verb in requirement.verbs
     if requirement.scope is Scope.NAMED:
         has_verb = has_verb and partition == PERMITTED_PARTITION
@@ -414,7 +414,7 @@ def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(acces
 
 
 def restart_server(access: ClusterAccess) -> None:
-    """Kill the server; return when a new one owns the partition."""
+    """Kill and restart the server; return when the new process owns the partition."""
     generation = owner(access).generation
     access.cluster.kill("server-1")
     start_server(access, generation)
@@ -483,7 +483,7 @@ class Peer:
 def test_a_mount_needs_the_proof_of_its_client_id_in_every_generation_and_after_a_restart(
     access: ClusterAccess,
 ):
-    """Servers store no state about a client ID, so a restart cannot lose the rule."""
+    """Servers store no state about client IDs, so the rule holds after a restart, too."""
     of_writer = Peer(access, "writer").new_id()
     for _ in range(2):
         writer, thief = Peer(access, "writer"), Peer(access, "append")

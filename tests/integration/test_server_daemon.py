@@ -420,7 +420,7 @@ def test_appends_and_marks_continue_without_zookeeper() -> None:
             assert health.unready_reasons == []
             assert health.details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
-            # Not without a query of a quorum: `high_water_mark_staleness_ms_max` has passed.
+            # The server must query a quorum, because `high_water_mark_staleness_ms_max` has passed.
             before = sum(each.counts["Heartbeat"] for each in world.storages)
             await poll_until(lambda: server.hosts[PartitionId(0)].partition.is_open)
             async with asyncio.timeout(TEST_TIMEOUT_S):

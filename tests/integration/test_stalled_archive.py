@@ -50,7 +50,7 @@ def archive_range(owner, attempt, last=9):
 def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_path, monkeypatch):
     monkeypatch.setattr(archive_jobs, "STALLED_MS", 50)
     settings = {"archive_url": f"file://{tmp_path}/archive", "archive_age_ms": 0}
-    store = HangingStore(monkeypatch, "write")  # of a manifest, after the object
+    store = HangingStore(monkeypatch, "write")  # the manifest; the object exists
 
     async def main():
         storage = StorageDaemon(config_for(tmp_path / "storage", **settings), CLUSTER, None)

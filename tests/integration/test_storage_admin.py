@@ -218,7 +218,7 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
                 await fill(owner)
                 await fill(other)
                 await admin.request(Done, SetAvailable, (0,), False)
-                await owner.link.wait_closed()  # its session has ended here
+                await owner.link.wait_closed()  # the storage has closed the connection
                 assert isinstance(await other.ask(other.owner.append(1)), Appended)
             async with session(address, 6) as owner:
                 nack = await owner.ask(
@@ -234,7 +234,7 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
             read = await admin.request(RecordListResponse, RecordListRequest, 0, 28, 9)
             assert len(read.records) == 2
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
-            assert not (await replica(admin, 0)).is_served  # a restart does not forget it
+            assert not (await replica(admin, 0)).is_served  # also after a restart
             await admin.request(Done, SetAvailable, (0,), True)
             prepared = await until_served(address, 6)
             assert (prepared.synced_max, prepared.last_session, prepared.suspect) == (29, 5, False)
@@ -273,7 +273,7 @@ def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_p
     async def check_removed(address):
         async with session(address, 4) as late:
             old = await late.ask(late.owner.make(Prepare, bytes(16), bytes(16), KEY.bytes, 4))
-            assert old.error_code == errors.SessionFenced.code  # the storage has kept its promise
+            assert old.error_code == errors.SessionFenced.code  # the storage keeps its promise
         prepared = await until_served(address, 6)
         assert (prepared.synced_max, prepared.last_session) == (BEFORE_FIRST, -1)
         assert prepared.suspect

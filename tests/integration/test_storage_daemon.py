@@ -271,7 +271,7 @@ async def serving(config, cluster=CLUSTER):
 
 def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
     pages = {}
-    http_host = "127.0.0.5"  # not the one of the other ports
+    http_host = "127.0.0.5"  # not the address of the other ports
 
     def fetch(port, path):
         with urllib.request.urlopen(
@@ -353,7 +353,7 @@ async def at_an_append(storage, append_started):
 
 
 def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path, monkeypatch):
-    """One thread: other work that needed it at the end would wait without limit."""
+    """The storage has one thread, so no work of the shutdown may need this thread."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, append_started, may_continue, ended = Work.run, *(threading.Event() for _ in range(3))
 
@@ -533,7 +533,7 @@ def test_a_storage_serves_the_partitions_that_zookeeper_assigns_to_it(tmp_path, 
 
 
 async def assign(coordinator, *replicas):
-    """Have these hold partition 0."""
+    """Assign partition 0 to these replicas."""
     partitions = dict.fromkeys(map(ReplicaId, replicas), (PartitionId(0),))
     await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
 
@@ -572,7 +572,7 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
             shutil.rmtree(tmp_path / "data")
             with contextlib.suppress(errors.Unreachable):
                 assert not await is_served(address, 6)
-            await asyncio.Event().wait()  # until an error of `served_replicas` ends the daemon
+            await asyncio.Event().wait()  # an error of `served_replicas` ends the daemon
 
     with pytest.raises(ExceptionGroup) as found:
         on_loop(main())
@@ -584,7 +584,7 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
 
 
 async def write_states(coordinator, *replicas):
-    """Have an open session of partition 0 name these."""
+    """Write an open session of partition 0 with these replicas."""
     view = await coordinator.read_partition(PartitionId(0))
     state = model.ReplicaState(SessionId(5), model.UNRESOLVED)
     states = dict.fromkeys(map(ReplicaId, replicas), state)
@@ -609,11 +609,13 @@ def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zooke
                 await assign(coordinator, address, other)
                 await write_states(coordinator, address, other)
                 await assign(coordinator, other)
-            # Nor does it matter that the process starts when the partition is another's already.
+            # The same applies if the process starts after the partition was assigned to another
+            # storage.
             async with serving(config, None):
                 assert await is_served(address, 7)
                 await write_states(coordinator, other)
-                # No event reports the end; a connection that is preparing it just then is lost.
+                # No event reports the end of serving. A connection that is in use at this moment
+                # breaks.
                 with contextlib.suppress(errors.Unreachable):
                     while await is_served(address, 7):  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
@@ -754,7 +756,7 @@ def test_a_partition_that_cannot_be_opened_affects_no_other_partition_and_is_ope
             assert "not opened it yet" not in reason
             async with session(address, 5, 2) as owner:
                 await owner.prepare()
-            slots.write_bytes(content)  # an operator has brought it back
+            slots.write_bytes(content)  # an operator has restored the file
             while not (await storage.health()).is_healthy:  # noqa: ASYNC110 - no event reports the opening
                 await asyncio.sleep(0.01)
             async with session(address, 5, 0) as owner:

@@ -14,7 +14,7 @@ from waltz_core.local import LocalCluster, running_cluster
 def tls_cluster(
     directories: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    """Run the cluster; its daemons and clients present one certificate."""
+    """Run the cluster; its daemons and clients present the same certificate."""
     file = directories.mktemp("tls") / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
     where = directories.mktemp("cluster") / "local"

@@ -49,7 +49,7 @@ class Notebook:
         return [each["image/png"] for each in data if "image/png" in each]
 
     def table(self, source: str) -> list[dict[str, str]]:
-        """Return the table that the one cell with this source shows; the index is column ''."""
+        """Return the table that the only cell with this source shows; the index is column ''."""
         (cell,) = [cell for cell in self.code if source in cell.source]
         data = [each.get("data", {}) for each in cell.outputs]
         (shown,) = [each["text/html"] for each in data if "text/html" in each]
@@ -88,7 +88,7 @@ def execute_notebook(name: str, directory: Path) -> ExecutedNotebook:
     working, temporary = directory / "cwd", directory / "tmp"
     working.mkdir()
     temporary.mkdir()
-    # ipykernel leaves the output of child processes alone when it assumes a test.
+    # ipykernel does not redirect the output of child processes if it detects a test.
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     env |= {"PYSPARK_PYTHON": sys.executable, "TMPDIR": str(temporary)}
     node = nbformat.read(NOTEBOOKS_FOLDER / f"{name}.ipynb", as_version=4)

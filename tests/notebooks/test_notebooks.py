@@ -12,7 +12,7 @@ from tests.notebooks.notebooks import (
     read_notebook,
 )
 
-# Each starts a cluster and a Spark; on a busy machine that alone takes a while.
+# Each notebook starts a cluster and Spark, which takes long on a busy machine.
 pytestmark = pytest.mark.notebook
 
 

@@ -42,7 +42,7 @@ def fixed(size, **more):
     return lambda name: {"type": "fixed", "name": name, "size": size} | more
 
 
-# A schema, or a function of a new name, and its values.
+# A schema, or a function from an unused name to a schema, and its values.
 FLAT = [
     ("null", st.none()),
     ("boolean", st.booleans()),
@@ -107,7 +107,7 @@ def record(parts):
 
 
 class Nested:
-    """A schema that names its types by a counter, as each type has another name."""
+    """A schema whose types get different names from a counter."""
 
     def __init__(self, make):
         self.make = make
@@ -177,7 +177,7 @@ def test_the_bytes_that_fastavro_writes_are_read(pair):
     if not is_supported(schema):
         return
     sink = io.BytesIO()
-    if "local-timestamp" not in json.dumps(schema):  # fastavro 1.13 is one of a zone with them
+    if "local-timestamp" not in json.dumps(schema):  # fastavro 1.13 adds a time zone
         fastavro.schemaless_writer(sink, fastavro.parse_schema(schema), value)
         assert codec(schema).decode(sink.getvalue()) == value
 
@@ -192,7 +192,7 @@ def test_a_union_is_decoded_to_a_value_of_one_of_its_types(parts, data):
     value = data.draw(st.one_of(st.none(), *(values for _, values in chosen.values())))
     tested = codec(schema)
     back = tested.decode(tested.encode(value))
-    # A number may become one of another type of the union, but an equal one.
+    # A number may get another type of the union, but the same value.
     assert back == value or str(back) == str(value)
 
 

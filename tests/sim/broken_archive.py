@@ -1,6 +1,7 @@
 """Mutants of the archive (docs/decisions/047). Each mutant breaks one rule.
 
-Uploads are those of `waltz_sim/cluster/simulated_archive.py`, which follow the production ones.
+The mutants change the uploads of `waltz_sim/cluster/simulated_archive.py`, which are like those of
+production.
 """
 
 from dataclasses import replace
@@ -101,7 +102,7 @@ def manifest_without_the_objects_before() -> Patches:
 
 @switch
 def reconstructed_batches_are_archived() -> Patches:
-    """A replica archives batches that it has reconstructed, and no other replica is compared."""
+    """A replica archives batches that it has reconstructed, without a comparison."""
 
     yield replaced(archive_pieces, "RECONSTRUCTED", object())
     yield replaced(SessionArchiver, "_compare_chain", _without_comparison)
@@ -267,8 +268,8 @@ def archived_before_settled() -> Patches:
 def uncommitted_batches_are_archived() -> Patches:
     """A replica archives uncommitted batches, and no second replica confirms them.
 
-    The comparison alone waits until the owner knows that a second replica has the batches. Of three
-    replicas these are a quorum.
+    The comparison alone would hide the mutant: it waits until a second replica has the batches. Two
+    of three replicas are a quorum, so the batches would be committed.
     """
     original = SessionArchiver.advance
 
@@ -366,7 +367,7 @@ def collection_while_a_mark_is_written() -> Patches:
 
 @switch
 def collection_ignores_the_starts_of_logs() -> Patches:
-    """A session collects garbage by a mark that ZooKeeper had lost, and which a log has passed."""
+    """A session collects garbage by a rolled-back mark, although a log begins above it."""
     original = SessionArchiver._collect_garbage
 
     def _collect_garbage(self, capable, replicas, now_ms):

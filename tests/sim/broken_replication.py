@@ -114,7 +114,7 @@ def storage_id_ignored() -> Patches:
 
 @switch
 def mark_is_the_lowest_end() -> Patches:
-    """The decided mark is the lowest end of a log, not the one that a quorum has."""
+    """The decided mark is the lowest end of a log, not the highest ID that a quorum has."""
 
     def lowest(marks, quorum):
         return min(marks) if len(marks) >= quorum else None
@@ -288,9 +288,10 @@ def lost_replica_rejoins() -> Patches:
 def connections_are_replaced() -> Patches:
     """The owner reconnects to a replica in the same session although changes are unanswered.
 
-    The owner also sends no query before a truncation: during it, messages in flight on the old
-    connection would arrive, and 3,000 seeds would not detect the fault. And the owner ignores that
-    a storage was engaged in a session that ZooKeeper does not know; otherwise the partition halts.
+    The owner also sends no query before a truncation: during this query, messages in flight on the
+    old connection would arrive, and 3,000 seeds would not detect the fault. In addition, the owner
+    ignores that a storage was engaged in a session that ZooKeeper does not know. Otherwise the
+    partition would halt.
     """
 
     def _reset_connection_state(self):
@@ -415,7 +416,7 @@ def sent_counts_as_synced() -> Patches:
 
 @switch
 def lineage_not_compared() -> Patches:
-    """A log that is shorter than the decided one is filled up without a look at its history."""
+    """A log that is shorter than the decided log is filled up without a comparison of lineages."""
 
     def _check_aligned(self):
         self._is_aligned = True
@@ -455,7 +456,7 @@ def appends_in_flight_are_forgotten() -> Patches:
 
 @switch
 def former_quorum_not_needed() -> Patches:
-    """A session opens although less than a quorum of the last assignment has its mark."""
+    """A session opens although no quorum of the last assignment has its mark."""
 
     def _has_quorum(self, ready):
         return sum(replica in self.claim.assigned for replica in ready) >= self.quorum

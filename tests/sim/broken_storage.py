@@ -119,9 +119,9 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """A storage answers PREPARE without fencing older sessions, and fences them with the mark.
+    """A storage answers PREPARE without fencing older sessions; it fences them with the mark.
 
-    Until then appends of the session before are taken.
+    Until then, it accepts appends of the earlier session.
     """
     admit, check_owner = StorageService._admit_prepare, service._check_owner
     check_service, check_log = StorageService._check_session, PartitionLog._check_session

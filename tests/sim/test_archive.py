@@ -40,7 +40,7 @@ class World:
         )
 
     def wait_for(self, name, count=1):
-        """Wait until something has happened that often again."""
+        """Run the world until a counter has increased by this number."""
         wanted = self.counts[name] + count
         self.wait(lambda: self.counts[name] >= wanted)
 
@@ -68,7 +68,7 @@ def test_segments_are_removed_and_old_rows_are_read_from_the_archive(world):
     world.wait_for("storage.segment_removed", 3)
     client, reads = world.cluster.clients[0], world.counts["read from the archive"]
     has_feed = False
-    while not has_feed:  # not every client has one
+    while not has_feed:  # not every client has a feed
         client.kill()
         world.cluster.start_client(client)
         has_feed = world.cluster.world.run(500 * US_PER_MS, until=lambda: client.fed_last >= 0)
@@ -155,7 +155,7 @@ def test_a_slow_object_store_delays_only_the_archive(world):
 
 
 def test_a_checkpoint_makes_removal_progress_in_a_long_session():
-    """AR 11: without it, only segments below the mark of the session's opening are removed."""
+    """AR 11: without a checkpoint, only segments below the session's first mark are removed."""
     world = World(checkpoint_interval_count=1 << 30, archived_bytes_max=500)
     world.wait_for("checkpoint due", 2)
     world.wait_for("storage.segment_removed", 3)
@@ -271,7 +271,7 @@ def test_a_feed_from_the_start_continues_after_what_has_expired(expiring):
     expiring.wait_for("storage.segment_removed", 6)
     first = expire(expiring, expiring.cluster.checks.history.last + 1)
     workload = expiring.cluster.workload
-    expiring.cluster.kill(expiring.cluster.owner)  # it has old rows in memory
+    expiring.cluster.kill(expiring.cluster.owner)  # it has cached old rows
     for client in expiring.cluster.clients:
         client.kill()
         expiring.cluster.start_client(client)

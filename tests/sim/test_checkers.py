@@ -32,7 +32,7 @@ QUESTION = ReqId(1, 0, 0, -(1 << 30) - 5)
 
 
 class World:
-    """A cluster that has worked for a while without any fault, and shortcuts into it."""
+    """A cluster that has run for a while without faults, and helpers that report events."""
 
     def __init__(self, *, is_over: bool = False, **setup) -> None:
         chosen = {"replicas": 3, "spare_storages": 0, "servers": 2, "clients": 2, "think_ms": 4}
@@ -55,11 +55,11 @@ class World:
         assert len(self.sessions.opened) == 1
 
     def answer(self, message) -> None:
-        """A message leaves the owner for the first client."""
+        """Report that the owner sends a message to the first client."""
         self.checks.on_sent_to_client(self.owner, SendToClient(self.link.number, message, 0))
 
     def performs(self, *effects, server=None) -> None:
-        """The owner's store reports something."""
+        """Report effects of the owner's store."""
         self.checks.on_store_stepped(server or self.owner, self.owner.store.store, effects)
 
     def sends(self, kind, *fields, session=None, replica="storage0:1") -> None:
@@ -69,7 +69,7 @@ class World:
         self.checks.on_sent_to_replica(self.owner, effect)
 
     def claim(self) -> int:
-        """A next session is claimed; return its ID."""
+        """Report that the next session is claimed; return its ID."""
         metadata = self.coordinator.metadata
         session = metadata.session_id + 1
         after = replace(metadata, session_id=session)
@@ -78,7 +78,7 @@ class World:
         return session
 
     def writes(self, after, nonce=None, server=None) -> None:
-        """ZooKeeper takes a write."""
+        """Report a successful write to ZooKeeper."""
         before = self.coordinator.metadata
         archived = self.coordinator.marker.archived
         marker = PartitionMarker(MarkerState.OPEN, after.session_id, nonce or self.nonce, archived)
@@ -110,7 +110,7 @@ class World:
         self.checks.on_replica_response(session, replica, answer)
 
     def fence(self, session, *replicas) -> None:
-        """The disks of these have promised the session."""
+        """Report that the disks of these replicas have promised the session."""
         for replica in replicas:
             self.sessions.on_slot_written(replica, session, self.session)
 
@@ -158,7 +158,7 @@ def test_stamp_mono_detects_a_commit_stamp_that_decreases(world):
 
 
 def committed(world):
-    """A commit that has happened already, reported once more."""
+    """Return a commit that was already reported."""
     last = world.history.last
     return session_events.TransactionsCommitted(world.session, last, world.history.chains[last])
 
@@ -286,7 +286,7 @@ def test_decision_ignores_untrusted_replicas(world, reason):
 def test_the_decision_covers_the_records_that_an_unknown_replica_may_have(world):
     session = world.claim()
     world.fence(session, *REPLICAS)
-    # If the third replica is unknown, a record on one replica may be on two.
+    # If the third replica is unknown, a record on one known replica may be on two replicas.
     world.prepared(session, "storage0:1", 2_000)
     world.prepared(session, "storage1:1", 1_000)
     with fails("DecisionCovers"):
@@ -415,7 +415,7 @@ def test_no_truncation_of_committed_records_that_an_opening_completes(world):
 
 
 def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
-    """The lost records never counted, because they were truncated before."""
+    """The lost records were never acknowledged, because they were truncated before."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
@@ -477,7 +477,7 @@ def test_log_matching_detects_a_record_that_differs_from_its_request(world):
 
 
 def rot(world):
-    """Let one bit of the first record be another one."""
+    """Flip a bit of the first record."""
     path = segments_of(world.storage)[0]
     world.storage.disk.flip_bits(path, 128 + 30)
 
@@ -505,7 +505,7 @@ def test_fixed_detects_corruption_at_intervals(world):
 
 
 class SessionSettled:
-    """An outcome reported to the first client, of an operation that the workload has just made."""
+    """An outcome that the first client receives for a new operation of the workload."""
 
     def __init__(self, world, *, reason, transaction_id=-1, conflict=-1, mark=0):
         workload = world.cluster.workload
@@ -1008,7 +1008,7 @@ def test_bounded_detects_a_too_large_queue_of_a_storage(world):
 
 @pytest.fixture
 def archived():
-    """A world with something archived, and with logs that begin above 0."""
+    """A world with archived transactions, and with logs that begin above 0."""
     sizes = {"archive_object_bytes": 1, "local_retention_bytes": 1, "segment_bytes_max": 300}
     world = World(archive_interval_ms=10, checkpoint_interval_count=20, **sizes)
     counts = world.checks.counts
@@ -1026,7 +1026,7 @@ def archived():
 
 
 def records(world, **fields):
-    """ZooKeeper has a changed archived mark."""
+    """Report that ZooKeeper has another archived mark."""
     marker = world.coordinator.marker
     after = replace(marker, archived=marker.archived._replace(**fields))
     world.checks.archive.on_metadata_written(world.owner.name, after)
@@ -1164,7 +1164,7 @@ def expiring():
 
 
 def expires(world, first, requested):
-    """ZooKeeper has a manifest with a greater first available ID; return its mark."""
+    """Report that ZooKeeper has a manifest with a higher first available ID; return its mark."""
     checks, archive = world.checks.archive, world.cluster.archive
     recorded = world.coordinator.marker.archived
     present = Manifest.from_bytes(archive.files[recorded.manifest].data, recorded.manifest)

@@ -33,7 +33,7 @@ class FixedRolls(Random):
 
 
 def cluster_of(**setup):
-    """A cluster that has been writing for a while, all of it engaged."""
+    """A cluster that has written for a while, with all replicas engaged."""
     cluster = SimCluster(Schedule(7, Setup(**{"clients": 2, "think_ms": 5} | setup)))
     cluster.start_clients()
     assert cluster.world.run(2_000 * US_PER_MS, until=cluster.has_all_engaged)
@@ -224,7 +224,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
 # ---- processes, links, ZooKeeper
 
 
-# Truncated files are rare, and never occur without a fault.
+# Truncations occur only after faults, and are rare.
 @pytest.mark.parametrize("point", sorted({*process_faults.SERVER_POINTS} - {"Truncate"}))
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_server_dies_at_the_chosen_point(point, is_after):
@@ -310,7 +310,7 @@ def test_a_close_is_not_delivered_over_a_blocked_link():
 
 
 def cluster_with_stranded_owner(seed, **setup):
-    """A cluster in which a stranded owner still serves, while another one commits."""
+    """A cluster in which a stranded owner still serves, while another server commits."""
     cluster = cluster_of(clients=3, **setup)
     old, last = cluster.owner, cluster.checks.history.last
     assert zookeeper_faults.strand_owner(cluster, Random(seed))
@@ -394,7 +394,7 @@ def test_a_hanging_server_loses_its_session_and_the_partition_moves():
     cluster = cluster_of(servers=2)
     hung = cluster.owner
     assert process_faults.hanging_server(cluster, FixedRolls(first=cluster.servers.index(hung)))
-    hung.hang_count += 1  # it does not continue by itself
+    hung.hang_count += 1  # the server does not continue by itself
     cluster.coordinator.watch_hanging(hung)
     assert cluster.coordinator.has_session[hung.name]
     cluster.world.run(5_000 * US_PER_MS, until=lambda: cluster.owner is not hung)

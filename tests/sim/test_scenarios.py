@@ -81,7 +81,7 @@ def test_a_scenario_with_other_milestones_fails():
 
 
 def test_checkers_run_during_a_scenario(monkeypatch):
-    """A broken promise within a scenario does not depend on how the scenario is written."""
+    """A broken guarantee ends a scenario with an error, whatever milestones the scenario lists."""
     monkeypatch.setattr(
         session_recovery, "decided_mark", lambda maxes, **_: min(maxes, default=None)
     )

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sim
 
 @pytest.fixture(autouse=True)
 def interrupts_are_handled():
-    """Let children take interrupts, though the shell may block them for tests in the background."""
+    """Let children handle interrupts, which a shell may block for background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -18,8 +18,8 @@ from tests.written_log import WrittenLog, running_log
 SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.ansi.enabled": "true",
-    # Without this setting, each query would compile its own classes for a few rows. The sessions of
-    # the notebooks, of Spark Connect and of the clusters have the default.
+    # Without this setting, Spark would compile classes for each query, even for a few rows. The
+    # sessions of the notebooks, of Spark Connect and of the clusters have the default.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     **table_libraries.spark_settings(),

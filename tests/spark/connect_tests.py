@@ -273,17 +273,17 @@ def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
         writer = writer.option("checkpointLocation", str(tmp_path / "out"))
         await_query(writer.trigger(availableNow=True).start(connect))
         assert read_after_marks(spark, connect, middle).count() == 120
-        if times == 1:  # as a driver leaves it that dies before Spark records the micro-batch
+        if times == 1:  # like a driver that died before Spark recorded the micro-batch
             for name in ("0", ".0.crc"):
                 (tmp_path / "out" / "commits" / name).unlink(missing_ok=True)
     assert (results / "batch=0" / "_SUCCESS").exists()
 
 
 def start_with_function(writer: DataStreamWriter) -> StreamingQuery:
-    """Start a query with a Python function; once more where Spark does not get its worker.
+    """Start a query with a Python function; start it again if Spark's worker is late.
 
-    It waits ten seconds for a Python process on the server's machine, and no setting changes this:
-    too short for a machine that pauses.
+    Spark waits ten seconds for a Python process on the server's machine, which is too short on a
+    busy machine. No setting changes this time.
     """
     try:
         return writer.start()

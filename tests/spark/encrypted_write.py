@@ -25,7 +25,7 @@ FailingStep = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 def count_decrypted(
     connect: str, after: Mapping[int, int], function: str
 ) -> Counter[tuple[bytes | None, str | None]]:
-    """Return the payloads after the marks, with reasons, that a client with these keys reads."""
+    """Return the payloads after the marks, or the errors, that a client with these keys reads."""
     found: Counter[tuple[bytes | None, str | None]] = Counter()
     config = ClientConfig(encryption_keys=f"tests.spark.key_services:{function}")
     with WaltzClient(connect, config) as client:

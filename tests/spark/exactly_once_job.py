@@ -35,7 +35,7 @@ from tests.spark.exactly_once_rows import (
 
 
 class FailFirstAttempts:
-    """Passes rows on; in the middle of a task's first attempt it makes the task fail.
+    """Passes rows on, and makes the first attempt of a task fail in the middle.
 
     Args:
         connect: the cluster.
@@ -70,7 +70,7 @@ class FailFirstAttempts:
         worker = psutil.Process()
         victim = worker if task == 1 else worker.parent().parent()
         victim.send_signal(signal.SIGKILL)
-        signal.pause()  # it dies here
+        signal.pause()  # the process is killed here
 
 
 def main(connect: str, directory: Path, writes: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ def append_changes(connect: str, changes: int, keys: int, seed: int) -> None:
 
 
 def follow_with_waltz(spark: SparkSession, connect: str, table: Path, batch: int) -> None:
-    """Make the table with the function of Waltz."""
+    """Write the table with `follow`."""
     waltz_spark.follow(
         spark,
         connect,
@@ -74,7 +74,7 @@ def follow_with_waltz(spark: SparkSession, connect: str, table: Path, batch: int
 
 
 def merge_by_hand(spark: SparkSession, connect: str, table: Path, batch: int) -> None:
-    """Make the table with a `foreachBatch` as users write it."""
+    """Write the table with a hand-written `foreachBatch`."""
     path = table / "rows"
     spark.createDataFrame([], SCHEMA).write.format("delta").save(str(path))
     newest_first = Window.partitionBy("id").orderBy(F.desc("transaction_id"))

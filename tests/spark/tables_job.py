@@ -50,7 +50,7 @@ class KillingRead(log_changes.LastChangesRead):
                     continue
                 worker = psutil.Process()
                 (worker if victim == "worker" else worker.parent().parent()).kill()
-                signal.pause()  # it dies here
+                signal.pause()  # the process is killed here
             yield batch.slice(1)
 
 

@@ -38,8 +38,9 @@ def append(connect: str, start: int) -> None:
 def listed(connect: str, folder: Path) -> int:
     """Run the page's command, and return the last archived ID.
 
-    Of the first object only the last row is used, and of the last one the first, as after expiry
-    and a restore: objects may have more rows than belong to the log.
+    The snippets use only the last row of the first object, and the first row of the last object. So
+    they are tested as after an expiry and a restore, when objects have rows that do not belong to
+    the log.
     """
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     (line,) = re.findall(r"^waltz-core (.*) > objects.json$", text, re.MULTILINE)
@@ -75,7 +76,7 @@ def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: p
                 "all transactions are archived",
                 lambda last=last: listed(cluster.connect, tmp_path) == last,
             )
-    # Without the cluster.
+    # The snippet needs no cluster.
     found = snippets(PAGE)
     assert len(found) == 5
     for text in found:

@@ -331,7 +331,7 @@ def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect
     assert [row.N for row in reader.load(connect).collect()] == [1, 4, 7, None]
     spark.conf.set("spark.sql.caseSensitive", "true")
     try:
-        # No payload has this column now, so that each map of the payloads is one that fits.
+        # No payload has this column. So every payload that is a map fits.
         found = [row.N for row in reader.load(connect).collect()]
     finally:
         spark.conf.unset("spark.sql.caseSensitive")

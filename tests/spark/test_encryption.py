@@ -78,7 +78,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     assert reader.load().where("data_error IS NOT NULL").count() == 0
     rows = {(row.id, row.customer) for row in reader.load().collect()}
     assert rows == {(row.id, row.customer) for row in written.collect()}
-    # The log has envelopes: no payload, and the IDs of the keys.
+    # The log has envelopes, which contain no plain text, but the IDs of the keys.
     stored = payloads(connect, before)
     assert len(stored) == 300
     assert Counter(bytes(each)[:15] for each in stored) == {
@@ -105,7 +105,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
 def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     spark: SparkSession, connect: str, directory: Path, tmp_path: Path
 ) -> None:
-    """Also if the columns are declared, with a changes function, and in several tables."""
+    """The test uses declared columns, a changes function, and several tables."""
     spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))
     marks = json.loads(marks_of(spark, connect))
     customers(spark, 30).write.format("waltz").mode("append").options(

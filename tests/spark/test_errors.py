@@ -33,7 +33,7 @@ LOG = StructType().add("data", BinaryType())
 
 
 def planned(connect: str, schema: StructType = LOG, **options: str) -> None:
-    """Plan a read as Spark's own process for it does."""
+    """Plan a read like the process that Spark starts for this."""
     WaltzDataSource({"path": connect, **options}).reader(schema).partitions()
 
 

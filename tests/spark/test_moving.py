@@ -32,7 +32,8 @@ from waltz_core.records.batches import encode_append
 pytestmark = pytest.mark.spark
 
 PARTITIONS, TASKS = 2, 4
-# Each task reads three chunks of 4 MiB: one is looked at and one on its way when things happen.
+# Each task reads three chunks of 4 MiB. At a fault, the task processes one chunk and receives
+# another.
 ROWS, ROW_BYTES, BATCH = 6_000, 4_000, 500
 
 Rows = list[tuple[int, int, int]]
@@ -40,7 +41,7 @@ Rows = list[tuple[int, int, int]]
 
 @pytest.fixture(scope="module")
 def log() -> Iterator[LocalCluster]:
-    """A separate cluster, with a log that takes a while to read."""
+    """A separate cluster, with a log that takes long enough to read."""
     with waltz_core.local.running_cluster(server_count=2, partition_count=PARTITIONS) as cluster:
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
@@ -137,7 +138,7 @@ def await_task(directory: Path, job: Future[Any]) -> None:
 def prefer(log: LocalCluster, name: str, other: str) -> None:
     """Make one server own all partitions."""
     wait_until("both servers are registered", lambda: has_servers(log, name, other))
-    # Of two that want the same partitions the older one would have them.
+    # If two servers were preferred, the older one would own the partitions.
     run_successful(log, "unprefer", "all", member_address(log, other))
     assert run_successful(log, "prefer", "all", member_address(log, name))["owns"] == [0, 1]
 
@@ -195,7 +196,7 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
 
     query = (
         spark.readStream.format("waltz")
-        # At the end the stream must return the rows that were just written.
+        # At the end, the stream must return the newest rows, too.
         .options(startingHighWaterMarks="latest", readFrom="server", pollInterval=0)
         .load(log.connect)
         .writeStream.foreachBatch(collect)
@@ -257,7 +258,7 @@ def test_tasks_leave_a_frozen_server(
             assert write_job.result(TEST_TIMEOUT_S).counts["committed"] == 40_000
     finally:
         log.kill(frozen.name, signal.SIGCONT)
-    # Its session with ZooKeeper ended while it was frozen; it registers again.
+    # The server's ZooKeeper session ended while it was frozen, so it registers again.
     wait_until("both servers are registered", lambda: has_servers(log, "server-1", "server-2"))
     run_successful(log, "unprefer", "all", member_address(log, frozen.name))
     rows = (
@@ -274,7 +275,7 @@ def test_tasks_leave_a_frozen_server(
 
 
 def is_settled(log: LocalCluster) -> bool:
-    """Return whether both servers own a partition and all replicas take part."""
+    """Return whether both servers own a partition and all replicas are engaged."""
     partitions = show_cluster(log)["partitions"]
     assert isinstance(partitions, dict)
     return len({each["server"] for each in partitions.values()}) == 2 and are_all_replicas_engaged(
@@ -298,8 +299,8 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
 ) -> None:
     names = ["storage-1", "storage-2", "storage-3"]
     near = names[1]
-    # A server that has just come takes partitions over, and a session that has just begun may do
-    # without the near replica for a while.
+    # A new server takes over partitions, and a new session may not include the near replica at
+    # first.
     wait_until("no partition moves", lambda: is_settled(log))
     with WaltzClient(log.connect) as client:
         # Each storage of a local cluster is a separate group.

@@ -135,7 +135,7 @@ def test_a_revoked_permission_ends_a_stream(
     stream = source.load(connect_strings.tenant)
     query = stream.writeStream.format("memory").queryName("revoked").start()
     try:
-        query.processAllAvailable()  # It has determined where it starts.
+        query.processAllAvailable()  # The query has determined its start.
         with WaltzClient(connect_strings.tenant, partitions=[1]) as client:
             client.append(b"before").result()
             query.processAllAvailable()

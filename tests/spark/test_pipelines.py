@@ -44,7 +44,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WaltzCli
 
 @pytest.fixture
 def remote(client: WaltzClient, tmp_path: Path) -> Iterator[str]:
-    """The address of a server, whose catalog keeps the tables from run to run.
+    """The address of a Spark Connect server, whose catalog keeps the tables from run to run.
 
     Without `--remote` each run starts its own server, on a fixed port.
     """

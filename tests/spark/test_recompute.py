@@ -71,7 +71,7 @@ def test_a_rejected_row_is_computed_again(
     first = counters(spark, key, 5, 0)
     waltz_spark.append(first, connect, high_water_marks=marks, dataFormat="json")
     result = waltz_spark.append(
-        counters(spark, key, 7, 0),  # from the same snapshot: too late
+        counters(spark, key, 7, 0),  # from the same snapshot, so it conflicts
         connect,
         high_water_marks=marks,
         dataFormat="json",
@@ -104,7 +104,7 @@ def test_jobs_add_to_one_counter(spark: SparkSession, connect: str, values_of: V
 
     with ThreadPoolExecutor(5) as pool:
         recomputed = list(pool.map(add, frames))
-    assert sum(recomputed) == 4  # all of them knew the same empty counter
+    assert sum(recomputed) == 4  # all were computed from the same empty counter
     found = values_of(key)
     total = 0
     for more, value in found:
@@ -195,8 +195,8 @@ def test_each_row_gets_the_transactions_since_its_own_mark(
         maxRetries=1,
     )
     found = {row.row: (row.status, row.value) for row in result.results.collect()}
-    # Both rows were too late: one has not seen three transactions, the other one has not seen two.
-    # The first row causes another rejection of the second row.
+    # Both rows conflict: the first row has not seen three transactions, and the second row has not
+    # seen two. After its recomputation, the first row conflicts with the second row again.
     assert found == {0: ("COMMITTED", 3), 1: ("REJECTED", 2)}
 
 
@@ -246,7 +246,7 @@ SCHEMA = StructType(
 
 
 def job_of(connect: str, name: str, **options: str) -> WriteJob:
-    """Begin a write under a lock, of rows that were computed before anything was in the log."""
+    """Begin a write under a lock, with rows that were computed from an empty log."""
     wanted = {
         "connect": connect,
         "dataFormat": "json",

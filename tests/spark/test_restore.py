@@ -133,7 +133,7 @@ class RecordingCallbacks(Callbacks):
 def read_everywhere(
     spark: SparkSession, connect: str, archive: str, keys: Path, count: int
 ) -> dict[str, Counter[tuple[object, str | None]]]:
-    """Return the payloads, with reasons, that each kind of reader with these keys gets."""
+    """Return the payloads, or the errors, that each kind of reader with these keys gets."""
     found = {}
     for source, options in (("servers", {}), ("archive", {"archive": archive})):
         reader = spark.read.format("waltz").options(encryptionKeys=str(keys), **options)

@@ -40,8 +40,8 @@ pytestmark = pytest.mark.spark
 TRANSACTIONS = 10**9
 TASKS_PER_PARTITION = 4
 TRANSACTIONS_PER_TASK = 1_000_000  # unless an option limits a task
-# The packets for opening a session, and for all messages of daemons meanwhile. The number of
-# partitions is larger.
+# The maximum number of packets for opening a session, and for all messages of daemons meanwhile. It
+# is below the number of partitions.
 ZOOKEEPER_PACKETS_MAX = 200
 MIB = 1 << 20
 
@@ -134,7 +134,7 @@ def test_a_billion_transactions_are_planned_with_one_request(
     # Each partition is queried once, no request waits for the answer to another request, and all
     # requests use one connection to the server. ZooKeeper is not queried for each partition.
     assert answer_counts == {"ReplicasResponse": partition_count}
-    assert at_once > partition_count // 2  # the first may be answered while the last are asked
+    assert at_once > partition_count // 2  # the first answers may arrive before the last requests
     assert len(links) == 1
     assert zookeeper_packets(billion_cluster) - before < ZOOKEEPER_PACKETS_MAX < partition_count
     # The size of a task does not grow with the number of partitions.
@@ -178,7 +178,7 @@ class WorkerMonitor:
         self._ports = {each.port for each in cluster.members if each.kind == "server"}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample_memory)
-        self.connected: list[Counter[int]] = []  # by process, at each look that found any
+        self.connected: list[Counter[int]] = []  # by process, for each poll that found connections
         self.rss_bytes = 0
 
     def __enter__(self) -> Self:
@@ -231,7 +231,7 @@ def test_connections_are_few_for_each_worker(
 ) -> None:
     write(rows(spark, 4000, 256, tasks=4), ordinary_cluster.connect)
     with WorkerMonitor(ordinary_cluster) as watch:
-        # Each task has a worker that reads and one that writes.
+        # Each task has a worker that reads, and a worker that writes.
         table = spark.read.format("waltz").options(columns="data", minPartitions=8)
         write(table.load(ordinary_cluster.connect), ordinary_cluster.connect)
     servers = sum(each.kind == "server" for each in ordinary_cluster.members)

@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
 
 
 class Statement(NamedTuple):
-    """One statement of the docs; `refusal` is the error of one that cannot be executed."""
+    """One statement of the docs; `refusal` is the expected error of a statement that must fail."""
 
     text: str
     refusal: str | None

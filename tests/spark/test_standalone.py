@@ -44,7 +44,7 @@ class WaltzAndSpark:
 
     @property
     def hosts(self) -> set[str]:
-        """Where Spark's workers are."""
+        """The addresses of Spark's workers."""
         return {each.address for each in self.spark.worker_hosts}
 
     def total(self, metric: str) -> float:
@@ -101,7 +101,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(
     }
     assert {each["Host"] for each in job.attempts() if each["won"]} == programs.hosts
 
-    # A reader through a server has it look into its cache, or fetch from a storage.
+    # If a task had read through a server, the server would have read its cache, or fetched records.
     assert programs.total("waltz_server_cache_reads_total") == 0
     assert programs.total("waltz_server_fetched_bytes_total") == 0
     assert programs.total("waltz_storage_read_bytes_total") > COUNT * ROW_BYTES
@@ -118,7 +118,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(
 def test_executors_that_reach_servers_only_read_and_write(
     programs: WaltzAndSpark, tmp_path: Path
 ) -> None:
-    """ZooKeeper and the storages are behind a wall; the driver reaches all."""
+    """A firewall blocks ZooKeeper and the storages for the executors, but not for the driver."""
     if not programs.spark.hub.has_own_network:
         pytest.skip("separate networks on one machine need network namespaces")
     with WaltzClient(programs.waltz.connect) as client:
@@ -162,4 +162,4 @@ def test_two_concurrent_attempts_of_a_task_write_each_row_once(
         assert first["Host"] != second["Host"]
         assert (first["won"], second["won"]) == (False, True)
     for write in WRITES:
-        assert (tmp_path / write / "first continues").exists()  # while the second was inside, too
+        assert (tmp_path / write / "first continues").exists()  # while the second attempt ran, too

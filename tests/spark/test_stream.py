@@ -97,7 +97,7 @@ def test_a_stream_continues_from_its_checkpoint(
         await_end(into_files(stream(spark, connect, **starting), tmp_path))
         files = spark.read.parquet(str(tmp_path / "files"))
         assert files.count() == files.distinct().count() == 40 * times
-    # With nothing new there is nothing more.
+    # Without new transactions, there is no further batch.
     await_end(into_files(stream(spark, connect, **starting), tmp_path))
     assert spark.read.parquet(str(tmp_path / "files")).count() == 80
 
@@ -126,7 +126,7 @@ def test_a_micro_batch_respects_its_limit(
     counts = [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]
     assert counts == [20, 20, 10]
     ends = [json.loads(each["sources"][0]["endOffset"]) for each in query.recentProgress]
-    assert ends[0]["0"] - start_marks[0] == 16  # shared out by how far each lags
+    assert ends[0]["0"] - start_marks[0] == 16  # the limit is divided in proportion to the lags
     assert ends[0]["1"] - start_marks[1] == 4
 
 

@@ -30,7 +30,7 @@ def append(connect: str, partition: int, count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def long_metrics_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the log, however busy the machine is."""
+    """Let scrapes wait for the log, even on a busy machine."""
     monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", TEST_TIMEOUT_S)
 
 

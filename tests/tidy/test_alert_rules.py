@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Cluster:
-    """The series of a cluster, and how they continue from a fault on."""
+    """The series of a cluster before and after a fault."""
 
     def __init__(self, before_min: int) -> None:
         self.before: dict[str, LinearValues] = {}
@@ -134,7 +134,7 @@ def append_times(server: str, replica: str, median_s: float) -> dict[str, Linear
 
 
 class Fault(NamedTuple):
-    """The alerts that a fault fires, and what changes in the series."""
+    """The alerts that a fault fires, and the changes of the series."""
 
     alerts: set[str]
     inject: Callable[[Cluster], None]

@@ -20,7 +20,7 @@ from markdown_it.token import Token
 from tests.tidy.sources import PROJECT_ROOT, fail_if_any, parse_source, read_text, tracked_files
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
-# `[text][name]` is still there as text if no line defines the name.
+# `[text][name]` remains text if no line defines the name.
 UNDEFINED = re.compile(r"\[[^\[\]]+\]\[[^\[\]]*\]")
 HTML_LINK = re.compile(r"\b(?:href|src)=\"([^\"]*)\"")
 HOST = re.compile(r"[\w-]+(\.[\w-]+)+(:\d+)?")
@@ -62,7 +62,7 @@ def links_of(page: str) -> Iterator[str]:
 
 @cache
 def anchors_of(page: str) -> frozenset[str]:
-    """Return by which names links can reach the sections of a page, as GitHub forms them."""
+    """Return the anchors of a page's sections, as GitHub forms them."""
     tokens = inline_tokens(page)
     seen: Counter[str] = Counter()
     anchors = set()

@@ -11,7 +11,7 @@ from scripts.reference.alerts import RULES, alert_rules
 from tests.tidy.sources import PROJECT_ROOT
 from waltz_core.metrics import TABLE, MetricKind
 
-# Not those that a rule records, which have a colon.
+# Not the metrics that a rule records, whose names have a colon.
 METRIC = re.compile(r"(?<![\w:-])waltz_\w+(?!\w*:)")
 OF_PROMETHEUS = {"up", "process_start_time_seconds"}
 SUFFIXES = ("_bucket", "_sum", "_count")

@@ -9,7 +9,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 BYTES_MAX = 1_500_000
-# A place of one machine; `(?<!...)` because a picture is text too.
+# A path or address of one machine; `(?<!...)` excludes parts of pictures, which are text, too.
 MACHINE_PATH = re.compile(r"(?<![\w.+/])/(?:work|root|home|Users|tmp|usr|opt|dev|var|private)/\w")
 ADDRESS = re.compile(r"127\.0\.0\.1:\d+|localhost:\d+")
 
@@ -58,4 +58,4 @@ def test_the_notebook_names_no_path_of_one_machine(path: Path):
 def test_the_notebook_has_more_text_than_code(path: Path):
     code, prose = cells_of(path, "code"), cells_of(path, "markdown")
     assert "".join(prose[0]["source"]).startswith("# ")
-    assert len(prose) >= len(code) - 2  # a plot may follow its figures, the start its title
+    assert len(prose) >= len(code) - 2  # two code cells may lack a text: the start and one plot

@@ -89,10 +89,10 @@ def test_docker_compose_accepts_the_compose_file() -> None:
 def test_systemd_accepts_the_units(kind: str, tmp_path: Path) -> None:
     name = f"waltz-{kind}.service"
     text = (SYSTEMD_FOLDER / name).read_text(encoding="utf-8")
-    # It requires that the program exists.
+    # The tool requires that the program exists.
     unit = tmp_path / name
     unit.write_text(text.replace("/opt/waltz/bin/waltz-core", sys.executable), encoding="utf-8")
-    # It also succeeds if it ignores a line that it does not understand.
+    # The tool succeeds even if it ignores an unknown line, so its output is checked.
     assert name not in run("systemd-analyze", "verify", unit).stderr
 
 

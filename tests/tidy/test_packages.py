@@ -308,7 +308,7 @@ def test_members_are_found_before_they_are_ready() -> None:
 
 
 def test_the_environment_of_pods_has_no_variables_of_services() -> None:
-    """WALTZ_SERVER_PORT of a service would be a setting."""
+    """The variable WALTZ_SERVER_PORT of a service would be read as a setting."""
     workloads = [*replicated_workloads().values(), *manifests_of_kind("Job").values()]
     assert len(workloads) == 4
     assert not any(pod_specification(each)["enableServiceLinks"] for each in workloads)

@@ -151,7 +151,7 @@ def faults_of_sql(block: Block) -> Iterator[str]:
 
 
 def no_faults(_block: Block) -> Iterator[str]:
-    """Output and diagrams; the tests below check the commands in them."""
+    """Accept output and diagrams; the tests below check the commands in them."""
     yield from ()
 
 

@@ -30,7 +30,7 @@ from waltz_core.config import CONFIG_TYPES_BY_KIND
 
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
-# Functions of tests that sleep because there is nothing to wait for.
+# Functions of tests that sleep because there is no condition to wait for.
 PLAIN_WAITS = ("wait_before_retry", "wait_for_nothing")
 # path -> why it may be longer
 FILES_LONGER_ON_PURPOSE = {
@@ -40,12 +40,13 @@ FILES_LONGER_ON_PURPOSE = {
     "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behavior",
 }
 FOLDER_FILES_MAX = 15
-# Packages whose files are pure, but for shells: those name one of SHELL_MODULES.
+# Packages whose files are pure, except for shells. A shell is a file that uses one of
+# SHELL_MODULES.
 PURE_PACKAGES = ("replication", "wire", "storage", "cluster", "server")
 SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
-# Unions that each machine has, and that are named with their module.
+# Unions that each machine defines, and that are always used with the name of their module.
 NAMES_WITH_A_MODULE = ("Event", "Effect")
-# A word in so many names of classes is in the glossary, unless every programmer knows it.
+# A word in this number of class names must be in the glossary, unless every programmer knows it.
 GLOSSARY_NAMES_MIN = 5
 ORDINARY_WORDS = frozenset(
     re.findall(
@@ -65,7 +66,7 @@ ORDINARY_WORDS = frozenset(
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
 LIBRARY_FILES = {
-    # A second CRC-32: the verifier of a disk shares no code with its writer.
+    # These files compute CRC-32 separately: the verifier of a disk shares no code with the writer.
     "crcmod": ("waltz_core/offline/layout.py",),
     "cryptography": ("waltz_core/encryption/envelopes.py", "waltz_core/encryption/keys.py"),
     "deltalake": ("waltz_core/tables/delta_table.py",),
@@ -97,8 +98,8 @@ LIBRARY_FILES = {
     ),
     "uvicorn": ("waltz_core/transport/http_port.py",),
 }
-# pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
-# In the core: rows in batches, with what they are made over, and codec and encryption of payloads.
+# Spark and the core exchange pyarrow data, so waltz_spark may use it anywhere. In the core, these
+# files may use it: rows in batches, and the encoding and encryption of payloads.
 ARROW_FILES = (
     "waltz_core/archive/objects.py",
     "waltz_core/archive/store.py",
@@ -186,7 +187,7 @@ def calls(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a dotted name as it is written, `a.b.c`; of other expressions only the attributes."""
+    """Return a dotted name such as `a.b.c`; for other expressions, only the attributes."""
     match node:
         case ast.Name():
             return node.id
@@ -223,7 +224,7 @@ def test_file_names_have_no_vague_words():
 
 
 def test_overviews_hold_prose_only():
-    """But for the packages whose interface applications use."""
+    """Exceptions are the packages whose interface applications use."""
     public = {
         f"{name}/__init__.py"
         for name in (
@@ -442,7 +443,7 @@ def test_each_third_party_library_has_one_interface():
 
 
 def test_every_pure_file_is_under_the_contract_of_pure_modules():
-    """import-linter checks only the modules that are listed; this checks the list."""
+    """import-linter checks only the listed modules; this test checks the list."""
     settings = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (contract,) = [
         each
@@ -502,7 +503,7 @@ def test_nothing_is_pickled_or_evaluated():
 
 
 def test_assertions_have_no_effect():
-    """Python can be configured to leave them out, with everything that they do."""
+    """Python can be configured to skip assertions, and with them their effects."""
     wrong = [
         f"{s.path}:{each.lineno} does something: {ast.unparse(each)}"
         for s in product_sources()
@@ -571,7 +572,7 @@ def test_skips_and_expected_failures_give_a_reason():
 
 
 def test_every_test_can_fail():
-    """It asserts, expects an exception, or calls something in its file that does."""
+    """A test asserts, expects an exception, or calls a function in its file that does."""
     idle = []
     for source in sources_of_tests():
         functions = [
@@ -597,7 +598,7 @@ def can_fail_by_assertion(function: ast.AST) -> bool:
 
 
 def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
-    """Return whether a function has something in it that may refuse the outcome."""
+    """Return whether a function contains a check that may fail."""
     asserting = {
         "fail_if_any",
         "raises",
@@ -614,7 +615,7 @@ def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
     )
 
 
-# --- Everything that is in the repository
+# --- All files of the repository
 
 
 def lines_with(pattern: re.Pattern[str], name: str) -> Iterator[tuple[str, str]]:
@@ -654,7 +655,7 @@ def test_a_log_line_is_the_name_of_an_event_and_its_fields():
 
 
 def test_a_field_with_spaces_is_the_last_one():
-    """It has no quotes, so a parser could not find a field after it; a hint has quotes."""
+    """The field has no quotes, so a parser could not find a field after it. A hint has quotes."""
     wrong = [
         event.name
         for event in events.events().values()

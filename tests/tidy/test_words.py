@@ -50,7 +50,7 @@ def _texts() -> dict[str, str]:
 
 
 def _found(name: str, words: str) -> list[str]:
-    # Words within names count as well: `is_told` has one.
+    # Words within names are found, too, as in `is_told`.
     pattern = re.compile(rf"(?<![a-zA-Z])({words})(?![a-zA-Z])", re.IGNORECASE)
     return [
         f"{name}:{number}: {line.strip():.100}"

@@ -17,7 +17,7 @@ UPSERT, DELETE = 1, 2
 
 
 class AccountsTable(NamedTuple):
-    """A log of accounts in JSON, and a Delta table that `waltz-core follow` makes of it."""
+    """A log of accounts in JSON, and the Delta table that `waltz-core follow` keeps."""
 
     client: WaltzClient
     connect: str

@@ -27,7 +27,7 @@ def needs_tools(*tools: str) -> pytest.MarkDecorator:
 def tool_environment(*tools: str, **variables: str) -> dict[str, str]:
     """Return the environment variables of a process that uses tools; it reports to no one."""
     path = [*(str(programs_of(each)) for each in tools), os.environ["PATH"]]
-    # NB: the worktree's sources win over an installed package, as in the test's own process.
+    # The sources of this checkout precede an installed package, as in the process of the test.
     quiet = {"DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)}
     return {**os.environ, **quiet, "PATH": os.pathsep.join(path), **variables}
 

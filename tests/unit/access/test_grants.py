@@ -90,7 +90,7 @@ def granted(verb=READ, partitions=()):
         (((0, 3), (7, 7)), ((0, 7),), True),
         (((0, 3),), None, True),
         (None, None, True),
-        (None, ((0, 1 << 30),), False),  # of partitions that may be added
+        (None, ((0, 1 << 30),), False),  # partitions that may be added later
         (((0, 3),), ((0, 1), (3, 3)), False),
         (((0, 3),), (), False),
     ],

@@ -27,7 +27,7 @@ PAGE = f"{PARTITION_ID}/manifests/page"
 
 
 class Archive:
-    """A log in an archive: four objects, of which a page of the manifest has the first two."""
+    """A log in an archive: four objects; a page of the manifest lists the first two."""
 
     def __init__(self, folder: Path, **options):
         self.folder = folder
@@ -61,7 +61,7 @@ class Archive:
         self.log = self.log._replace(manifest=manifest, name="relisted", crc=crc)
 
     def flip(self, name, at):
-        """Change one byte; `at` is a part of the file's length."""
+        """Change one byte; `at` is its position as a fraction of the file's length."""
         data = bytearray(self.path(name).read_bytes())
         data[int(at * len(data))] ^= 0x10
         self.path(name).write_bytes(data)
@@ -207,7 +207,7 @@ def test_a_check_of_a_range_reads_only_the_objects_with_its_ids(archive):
 
 
 def test_a_chain_that_does_not_continue_the_previous_object_is_found(tmp_path):
-    """The check finds it also if it begins with the second object."""
+    """The check also detects this if it begins with the second object."""
     intact, other = Archive(tmp_path / "good"), Archive(tmp_path / "other", seed=9)
     entries = intact.listed
     for number in (2, 3):
@@ -249,7 +249,7 @@ def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, tex
 
 
 def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
-    """The check does not know the chain after such a page either."""
+    """After such a page, the check cannot verify the chain."""
     entries = archive.listed
     manifest = replace(archive.log.manifest, pages=(), newest_objects=tuple(entries))
     for number in (0, 1):

@@ -20,7 +20,7 @@ from waltz_core.archive.upload import expire, upload
 from waltz_core.errors import BeforeLogStart, ChecksumMismatch
 
 NOW_MS = 2_000_000_000_000
-OBJECT_IDS = 10  # of each object
+OBJECT_IDS = 10  # the number of IDs in each object
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ OTHER_NONCE = bytes([1] * 16)
 
 
 class CollectedStore(FailingStore):
-    """A failing store whose lists and deletes fail, too; `on_delete` runs before each delete."""
+    """A store whose lists and deletes also fail as planned; `on_delete` runs before each delete."""
 
     on_delete = staticmethod(lambda: None)
 
@@ -83,7 +83,7 @@ def run(store, job, *, now_ms=LATER_MS):
 
 
 def fail_upload(store, new_manifest, *, attempt, writes=1, kind=Crash, **changes):
-    """Let an upload end after it has written `writes` files."""
+    """Let an upload fail after it has written `writes` files."""
     store.fail_next(2 * writes, is_after=False, kind=kind)
     with pytest.raises(kind):
         upload(store, KEY, job_after(new_manifest, attempt=attempt, **changes))
@@ -217,7 +217,7 @@ def heads_of(store):
 
 
 def test_a_replaced_manifest_is_kept_for_the_grace_period(archived):
-    """Also an old one is kept, because lagging replicas know only its name."""
+    """This also applies to an old manifest, because lagging replicas have only its name."""
     store, new_manifest = archived
     now_ms = 10 * REPLACED_GRACE_MS
     heads, listed = heads_of(store), listed_files(store, new_manifest)
@@ -292,7 +292,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
             run(store, collection_job(newer_manifest, session=11, nonce=NONCE, attempt=0))
         assert all_files(store) == before
         newer_manifest = upload_in_session_10(store, newer_manifest, attempt=attempt)
-    # The operator abandons the backups that need them.
+    # The operator gives up the backups that need these files.
     for name in heads_of(store)[6]:
         if "/6-9-" in name:
             store.delete(name)
@@ -301,7 +301,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
 
 
 def test_failed_attempts_of_several_sessions_are_not_taken_for_a_rollback(archived):
-    """Each owner may have written the version after the recorded one, and nothing above it."""
+    """Each owner may have written the version after the recorded version, and no higher version."""
     store, new_manifest = archived
     for session in (10, 11, 12):
         upload(
