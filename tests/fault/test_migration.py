@@ -86,7 +86,7 @@ class OldCluster:
         self.zookeeper.set(path, struct.pack(">Biii", 3, cversion, 2, 1) + owned)
 
     def write(self, records: list[bytes], lasts: list[int], marks: list[tuple[int, int]]) -> None:
-        """Give each storage its log up to an ID, with its last session and that one's mark."""
+        """Write each storage's log up to an ID, with its last session and the session's mark."""
         for directory, last, (session, mark) in zip(self.directories, lasts, marks, strict=True):
             (directory / "0").mkdir(parents=True)
             structures = [layout.Structure(session, mark, mark, ASSIGNED, 9), UNUSED]

@@ -101,7 +101,7 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
 
 
 def test_a_request_repeated_after_a_disk_stall_is_not_rejected_as_one_of_another_owner(monkeypatch):
-    """The storage read messages of the closed link last, and rejected the owner's later request
+    """The storage read a closed link's messages last, and rejected the owner's later request
     as a request of another owner. The partition halted permanently."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "8803332.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good

@@ -246,7 +246,7 @@ def await_query(query: StreamingQuery) -> StreamingQuery:
 def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
-    """From the log into files and on from the checkpoint; from files into the log, once."""
+    """A stream copies the log to files, also after a restart; another copies files to the log."""
     output: list[str] = []
     listener = LagListener(lambda query, _lags: output.append(query))
     spark.streams.addListener(listener)
@@ -340,7 +340,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
 
 
 def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
-    """Before PySpark 4.2, all clients share them, and a deleted session closes its client."""
+    """Before PySpark 4.2, all clients share threads, and a deleted session closes its client."""
     if hasattr(spark.client, "_release_futures"):
         pytest.skip("each client of this PySpark waits for its own tasks")
     with table_session(spark) as session:

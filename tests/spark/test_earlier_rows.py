@@ -248,7 +248,7 @@ def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
 
 
 def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
-    """Rows of a task that only the earlier run had are in the log, and in no task of this one."""
+    """The log has rows of a task that only the earlier run had; no task of this run has them."""
     rows, first = rows_of(0, 80), write.job()
     first.write_task(batches_of(rows[:60]), 0, 0)
     first.write_task(batches_of(rows[60:]), 1, 0)
@@ -311,7 +311,7 @@ def test_a_completed_write_rejects_other_rows(write: Write) -> None:
 
 
 def test_a_run_fails_if_another_run_with_other_rows_completes_first(write: Write) -> None:
-    """Two runs at a time, the second with a row more; the first is finished first."""
+    """Two runs at the same time: the second has one more row, and the first finishes first."""
     rows, first = rows_of(0, 20), write.job()
     result = first.write_task(batches_of(rows), 0, 0)
     second = write.job()
@@ -441,7 +441,7 @@ def test_no_task_of_an_earlier_micro_batch_starts_after_a_later_batch(write: Wri
 def test_a_server_that_dies_between_two_attempts_duplicates_no_row(
     write: Write, cluster: waltz_core.local.LocalCluster
 ) -> None:
-    """The next owner has forgotten the fenced attempt; the generation and the node record it."""
+    """The next owner's memory lacks the fence; the generation and the znode contain it."""
     rows, job = rows_of(0, 120), write.job()
     with while_an_attempt_is_paused(write, job, rows) as failures:
         cluster.kill("server-1")

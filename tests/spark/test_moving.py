@@ -230,7 +230,7 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
 def test_tasks_leave_a_frozen_server(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
-    """It rejects and closes no connection; a request may take twice as long as the session."""
+    """A frozen server keeps its connections. A request may take twice the session timeout."""
     prefer(log, "server-2", "server-1")
     frozen = log.member("server-2")
     directories = {each: tmp_path / each for each in ("read", "written")}

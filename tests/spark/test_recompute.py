@@ -279,7 +279,7 @@ def test_rows_computed_again_are_found_again(
 ) -> None:
     """A repeated attempt finds the rows by their identity, even if they were recomputed."""
     job = job_of(connect, "again-1", identityColumns="row")
-    first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost
+    first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # its result is lost
     assert (first.committed, first.recomputed) == (3, 2)
     written = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
     assert (written.committed, written.found) == (5, 3)

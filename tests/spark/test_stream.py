@@ -202,7 +202,7 @@ def test_a_start_by_time_reads_from_the_first_later_transaction(
         )
         new = [row.data for row in found if row.data.startswith("new")]
         assert new == ["new0", "new1", "new2"]
-    assert [row.data for row in found][-4:-3] == ["old4"]  # that of the last one's own time
+    assert [row.data for row in found][-4:-3] == ["old4"]  # with the same commit time
 
 
 WRONG = [

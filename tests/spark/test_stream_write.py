@@ -115,7 +115,7 @@ def test_a_batch_that_is_sent_again_with_other_rows_fails(target: StreamedTable)
 def test_a_micro_batch_that_was_written_but_not_committed_is_not_written_again(
     target: StreamedTable,
 ) -> None:
-    """The driver dies between the tasks and the commit; the next one finds all rows in the log."""
+    """The driver dies between the tasks and the commit; the next driver finds the rows."""
 
     class DyingSource(WaltzDataSource):
         @classmethod

@@ -60,7 +60,7 @@ def _found(name: str, words: str) -> list[str]:
 
 
 def test_texts_use_the_terms_of_the_field() -> None:
-    """A search for each pattern takes far longer than a look at the words that a file has."""
+    """The test collects the words of a file first: a search for each pattern takes longer."""
     for name, text in _texts().items():
         lower = text.lower()
         words_of_text = set(_WORD.findall(lower))

@@ -15,7 +15,7 @@ from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
 from waltz_core.records.record import GENESIS_CHAIN
 
-SIZES = (3, 1, 40, 7)  # of the batches; more than `raw_records` processes one by one
+SIZES = (3, 1, 40, 7)  # of batches; one is large enough for bulk processing
 FIRST_ID = 1_000
 
 
@@ -58,7 +58,7 @@ def test_row_groups_can_be_skipped_by_id_time_and_header():
 
 
 def test_a_changed_byte_is_detected_or_does_not_change_the_object():
-    """A byte of the pages, of the statistics or of the footer."""
+    """The byte is in the pages, in the statistics or in the footer."""
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     whole = encode_object(records, lineage)
     rng, found = Random(4), 0
@@ -123,7 +123,7 @@ def test_an_error_of_the_store_is_not_reported_as_damage():
 
 
 def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(tmp_path):
-    """Rules 5 and 6; `native` fails first, as a store does."""
+    """Rules 5 and 6; `native`, PyArrow's own reader, fails first."""
 
     class FailingFile(StoreFile):
         is_failing = False

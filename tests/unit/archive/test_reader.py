@@ -35,7 +35,7 @@ OBJECT_NAME = f"{PARTITION_ID}/objects/1.parquet"
 
 
 class CountingStore(ArchiveStore):
-    """Lists the files that were opened, also those opened ahead, and may be unreachable."""
+    """Records the opened files, also those of read-ahead; a test can make it unreachable."""
 
     def __init__(self, url):
         super().__init__(url)
@@ -74,7 +74,7 @@ def reader_of(store, log, cache):
 
 
 def check(log, read, first, last, bytes_max):
-    """Check that a read returned as much as fits, and exactly what was archived."""
+    """Check that a read returned as many records as fit, and exactly the archived records."""
     count = int(read.lengths.size)
     expected = log.records[first : first + count]
     assert read.first == first

@@ -18,11 +18,11 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch, WaltzError
 
-OBJECT_IDS = 10  # of each object
+OBJECT_IDS = 10  # the number of IDs in each object
 
 
 class ArchivedLog:
-    """Six objects with IDs 0..59, of which a page of the manifest has the first two."""
+    """Six objects with IDs 0..59; a page of the manifest lists the first two."""
 
     def __init__(self, folder):
         self.store = CorruptingStore(f"file://{folder}")

@@ -206,7 +206,7 @@ def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
 def test_the_end_before_a_time_is_the_end_of_the_last_batch_with_an_earlier_stamp(store, log):
     found = RestoredRange(store, read_saved_manifest(store, log))
     for number, reach in enumerate(accumulate([ROWS_PER_OBJECT] * 4)):
-        # The first batch of each object has no stamp: nothing proves that it is old enough.
+        # The first batch of each object has no stamp, so its age is unknown.
         stamp = FIRST_COMMIT_MS + 1_000 * number
         assert found.last_committed_until(stamp) == reach - 1
         assert found.last_committed_until(stamp - 1) == reach - ROWS_PER_OBJECT - 1

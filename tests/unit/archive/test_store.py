@@ -174,7 +174,7 @@ def test_a_file_is_synced_before_it_gets_its_name_and_the_name_is_synced(store, 
         ("link", f"{base}/{NAME}"),
         ("sync", f"{base}/7/objects"),
     ]
-    # Another process cannot know that the folders are durable, and syncs their names once.
+    # Another process has no information that the folders are durable, so it syncs their names once.
     names = [("sync", each) for each in (str(Path(base).parent), base, f"{base}/7")]
     other = ArchiveStore(store.url)
     for name, synced in (("7/objects/2", names), ("7/objects/3", [])):

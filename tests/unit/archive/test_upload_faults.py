@@ -66,7 +66,7 @@ OPERATIONS = ["read", "write", "read", "write", "read", "write", "read"]
 
 @pytest.fixture
 def archived(tmp_path, monkeypatch):
-    """Return a store and the manifest of its four objects; the next one needs a page."""
+    """Return a store and the manifest of its four objects; the next object needs a page."""
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = FailingStore(f"file://{tmp_path}")
     uploaded = None

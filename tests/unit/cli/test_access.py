@@ -493,7 +493,7 @@ def test_a_command_names_the_daemons_that_use_its_revision(cluster):
     )
     assert cluster.json("list")["late"] == {STORAGE: "it uses revision 4"}
     cluster.publish(5, 5)
-    # The same command waits again.
+    # If the command is repeated, it waits again.
     assert "all 2 daemons use revision 5" in cluster.run("grant", "etl", "append").stderr
 
 
@@ -536,7 +536,7 @@ def test_an_assigned_server_without_a_zookeeper_session_is_reported(cluster):
     report = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert (report["unregistered"], report["applied"]) == (["server 1"], [STORAGE])
     assert cluster.json("list")["unregistered"] == ["server 1"]
-    cluster.set_assignment({})  # the other servers have taken its partitions
+    cluster.set_assignment({})  # the other servers have taken over its partitions
     assert cluster.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
 
 

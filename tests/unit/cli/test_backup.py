@@ -86,7 +86,8 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     version = await coordinator.permissions.create(ACCESS, Author("ann", 5))
 
     async def request_marks():
-        # While the marks are read, a write ends, another begins, and an ID is allocated.
+        # While the command reads the marks, a write ends, another write begins, and an ID is
+        # allocated.
         await coordinator.writes.finish("before", {}, 10)
         await coordinator.writes.begin("meanwhile", {0: 1}, 10)
         await coordinator.next_client_id()

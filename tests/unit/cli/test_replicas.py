@@ -104,7 +104,7 @@ def prepared_up_to(last, **changes):
 
 
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
-    issued = FIRST_ISSUED_ID + 6  # by a server: the IDs of the two counters are apart
+    issued = FIRST_ISSUED_ID + 6  # a server has issued these IDs; ZooKeeper's are lower
     link = Link([header_range(0, (issued, 3), (70, 2))], [DAMAGE, header_range(2, (8, 4))])
     found = run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(2)))
     assert found == MaximumIds(70, 4, issued)
@@ -114,7 +114,7 @@ def test_the_newest_ids_are_the_greatest_of_the_last_records():
     with pytest.raises(IndexError):  # the test's link has no more answers
         run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(30_000)))
     assert link.sent[0].first == 20_001
-    # The log begins there: older records are in the archive.
+    # The log begins at this ID: older records are only in the archive.
     link = Link([header_range(26_000, (9, 3))])
     with pytest.raises(IndexError):
         run_request(

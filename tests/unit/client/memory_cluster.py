@@ -1,8 +1,7 @@
 """A cluster in one process: production partition machines, a log in memory, real TCP.
 
 Only the layers below a served partition are simulated: replication commits at once or on request,
-and reads come from the log in memory. ZooKeeper is the one of
-`cluster/zookeeper/zookeeper_in_memory.py`.
+and reads come from the log in memory. ZooKeeper is `cluster/zookeeper/zookeeper_in_memory.py`.
 """
 
 import asyncio

@@ -64,7 +64,7 @@ async def test_an_append_that_times_out_in_the_queue_does_not_delay_others():
     loop = asyncio.get_running_loop()
     large, small, other = (loop.create_task(window.take(rows, 1)) for rows in (5, 1, 3))
     await asyncio.sleep(0)
-    assert not small.done()  # in order
+    assert not small.done()  # appends keep their order
     large.cancel()
     await asyncio.wait([large, small])
     other.cancel()
@@ -295,7 +295,7 @@ async def test_window_space_is_granted_in_order_and_returned_when_unused():
         group.create_task(window.take(1, 1))
         await asyncio.sleep(0)
         window.release(8, 1)
-        large.cancel()  # at the moment in which it gets its space
+        large.cancel()  # at the moment at which it gets space
     assert large.cancelled()
     window.release(1, 1)
     assert window.is_empty

@@ -173,7 +173,7 @@ async def test_a_fork_of_a_client_is_reported():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         reader, writer = os.pipe()
         child = os.fork()
-        if child == 0:  # no code of the parent's loop may run here
+        if child == 0:  # no code of the parent's loop may run in the child
             try:
                 client._check_usable()
             except errors.UsageError as error:
@@ -513,7 +513,7 @@ async def test_retries_end_with_their_limit():
 
         def execute(builder):
             marks.append(builder.client_high_water_mark)
-            builder.client_high_water_mark = -1  # the application's own, and never newer
+            builder.client_high_water_mark = -1  # set by the application; it cannot be raised again
             return CounterContext.execute(context, builder)
 
         context.execute = execute
@@ -622,7 +622,8 @@ async def test_a_slow_application_uses_bounded_memory_and_receives_all_transacti
 # ---------------------------------------------------------------------------------------------
 # outages
 
-# For readers. Appends may take longer on a busy machine, so another client appends.
+# A client with short timeouts, for reads. Appends may take longer on a busy machine, so another
+# client appends.
 SHORT_TIMEOUTS = replace(
     IN_MEMORY_CONFIG,
     request_timeout_ms=250,
@@ -825,7 +826,7 @@ async def test_replicas_of_the_clients_group_are_nearby():
 
 
 # ---------------------------------------------------------------------------------------------
-# given the layout
+# clients with a given layout
 
 
 @run_on_virtual_loop

@@ -89,7 +89,7 @@ def test_a_failed_dial_fails_all_its_waiters(dials):
 
 @run_on_loop
 async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(monkeypatch):
-    """A stream on it would receive nothing, and wait for the answer to its mount."""
+    """Otherwise a stream would use this connection, and wait for the answer to its mount."""
     listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
     dial = net.dial
 
@@ -197,7 +197,7 @@ async def test_a_connection_dialed_during_a_close_is_not_kept(dials):
 
 @run_on_loop
 async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
-    # The test checks by itself.
+    # The test calls the check itself.
     monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 600)
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     silence_reports = []

@@ -55,7 +55,7 @@ def test_a_newer_layout_replaces_owners_without_a_request_and_is_reported():
 
 
 class AnsweringZooKeeper:
-    """A ZooKeeper that answers on request, and counts its callers."""
+    """A ZooKeeper that answers when the test permits it, and counts its callers."""
 
     connect_string = "zk:2181/shop"
 
@@ -74,7 +74,7 @@ class AnsweringZooKeeper:
 
 
 async def request_concurrently(zookeeper, count, *, cancelled=None):
-    """Send several requests at once; return the answers, with None for the cancelled request."""
+    """Send several requests at once; return the answers, and None for the cancelled request."""
     directory = directory_of(zookeeper)
 
     async def look_up(partition):
@@ -235,7 +235,7 @@ def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
 
 
 class OutdatedZooKeeper(OtherCluster):
-    """A ZooKeeper with the right cluster that answers with outdated data."""
+    """A ZooKeeper that has the right cluster, and answers with outdated data."""
 
     key = CLUSTER.key
     generation = 3
@@ -352,7 +352,7 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
 
 
 class SlowConnect:
-    """Connects on request, and counts the requests."""
+    """Completes a connection when the test permits it, and counts the requests."""
 
     def __init__(self, error=None):
         self.count = 0

@@ -1,7 +1,7 @@
 """A partition moves, over real sockets: late messages, order and outcomes of appends.
 
-`test_stream.py`, `test_mounts.py` and the simulator have each rule by itself; here client and
-server are connected, and messages from before a break arrive after everything was settled.
+`test_stream.py`, `test_mounts.py` and the simulator test each rule separately. Here, client and
+server are connected, and messages from before a break arrive after all outcomes were settled.
 """
 
 import asyncio

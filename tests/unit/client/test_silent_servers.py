@@ -26,7 +26,7 @@ class Scenario:
         self.zookeeper_checks += 1
 
     def at(self, now_s, call, *args, **named):
-        """Call at a time; return the log lines of the call as (level, text)."""
+        """Make a call at a given time; return the log lines of the call as (level, text)."""
         self._caplog.clear()
 
         async def run():

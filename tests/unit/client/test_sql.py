@@ -356,7 +356,7 @@ def transactions_with_ids(numbers: Iterable[int]) -> list[Transaction]:
 
 
 def apply_all(callbacks: SqlCallbacks, numbers: Iterable[int], last: int | None = None) -> None:
-    """Apply as the client does: repeat with the rest until all is applied or an error is raised."""
+    """Apply like the client: repeat with the remaining transactions, until none is left."""
     remaining = transactions_with_ids(numbers)
     end = int(remaining[-1].transaction_id) if last is None else last
     while remaining:
@@ -416,7 +416,7 @@ def test_a_batch_that_lasts_longer_than_the_database_allows_is_made_smaller(
 
     callbacks = BatchTotalView(engine)
     callbacks.meanwhile = time_out
-    for _ in range(3):  # as the client does: after a pause it applies the rest again
+    for _ in range(3):  # like the client, which retries the rest after a pause
         with pytest.raises(sa.exc.OperationalError):
             apply_all(callbacks, range(16))
     assert [len(each) for each in callbacks.batches] == [16, 8, 4]

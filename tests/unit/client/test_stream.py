@@ -136,7 +136,7 @@ def in_doubt(rows: int = 2) -> Scenario:
 def test_rows_in_doubt_are_searched_between_the_two_marks():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
-    assert scenario.last_effects == []  # invariant 1: not before the rows in doubt are settled
+    assert scenario.last_effects == []  # invariant 1: rows in doubt are not settled yet
     mount = scenario.open_link(number=2, generation=1)
     effects = scenario.answer_mount(mount, 12, link=2)
     request = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
@@ -797,7 +797,7 @@ def test_a_suspended_feed_sends_no_request_until_half_is_applied():
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     assert scenario.receive(m.FeedSuspended(request.req_id)) == []
     assert scenario.step(stream_events.FeedApplied(23)) == []
-    # The log may have grown since, so the stream asks for its length first.
+    # The log may have grown since, so the stream requests its high-water mark first.
     assert scenario.step(stream_events.FeedApplied(24)) == [stream_events.OpenLink(2, ())]
     effects = scenario.answer_mount(scenario.open_link(), 900)
     assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.StreamReady(900)]

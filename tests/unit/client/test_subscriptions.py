@@ -98,7 +98,7 @@ async def test_a_subscription_begins_at_the_mark_of_the_application():
         callbacks = ResumingCallbacks()
         callbacks.seen[0].append(2)
         await client.subscribe(callbacks, [0])
-        # NB: the loop has not run since: a context that is submitted here takes this mark.
+        # The loop has not run since then, so a context that is submitted here takes this mark.
         assert client._partitions[0].mark == 2
 
 

@@ -62,7 +62,7 @@ class CopyContext(TransactionContext):
 
 
 def test_callbacks_that_wait_for_contexts_do_not_deadlock():
-    """There is one callback more than there are threads for contexts."""
+    """There is one more callback than threads for contexts."""
     count = WORKERS_MAX + 1
     barrier, completed = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
@@ -156,7 +156,8 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
                     client.submit(context).result(TEST_TIMEOUT_S)
                 if isinstance(caught.value, errors.ViewBehind):
                     break
-                # A busy machine was too slow to reject this context; the next one has more time.
+                # On a busy machine, the context may not have been rejected yet; the next context
+                # has more time.
             may_continue.set()
     assert isinstance(caught.value, errors.ViewBehind)
     assert (caught.value.applied, caught.value.high_water_mark) == (0, 9)
@@ -387,7 +388,7 @@ def test_a_thread_may_read_the_partitions_while_they_change(monkeypatch):
 
 
 def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
-    """The loop ends before the outcomes are known: other threads get what is known then."""
+    """The loop ends before all outcomes are known. Other threads get the outcomes known by then."""
     with MemoryWaltz(1) as waltz:
         client = waltz.client()
         client.mount([0])

@@ -33,7 +33,7 @@ PERMISSIONS = Permissions(
 
 
 def node_with(**parts):
-    """Return the node with these parts changed; a part that is None is left out."""
+    """Return the node with these parts changed; a part that is None is omitted."""
     node = json.loads(access_node.encode_permissions(PERMISSIONS)) | parts
     return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
 

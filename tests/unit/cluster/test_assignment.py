@@ -48,7 +48,7 @@ def test_one_partition_is_handed_to_another_server():
     old = PartitionAssignment(7, 5, {1: {0: 3, 1: 4}, 2: {2: 1, 3: 1, 4: 9}})
     found = hand_over_partition(old, 1, 4, 1)
     assert found == PartitionAssignment(7, 5, {1: {0: 3}, 2: {1: 5, 2: 1, 3: 1, 4: 9}})
-    # Another server owns it, or its generation has changed, or there is no other server.
+    # Another server owns the partition, its generation has changed, or there is no other server.
     assert hand_over_partition(old, 1, 4, 2) is None
     assert hand_over_partition(old, 1, 3, 1) is None
     assert hand_over_partition(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None

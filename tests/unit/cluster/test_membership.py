@@ -109,7 +109,7 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
 @run_in_cluster
 async def test_a_dead_server_is_removed_by_another(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
-    # The registered process is another one or has changed; no server has found it dead.
+    # The reported process has changed or restarted, or no server has found it dead.
     await other.remove_dead_server(server_descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
@@ -199,7 +199,7 @@ async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
 
 @run_in_cluster
 async def test_a_second_node_of_the_same_server_is_removed(cluster):
-    """Both of two attempts may have succeeded; the earlier node stays."""
+    """Two attempts may both have succeeded; the earlier node stays."""
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.child_names(SERVERS)
     await session.write(
@@ -272,7 +272,7 @@ async def test_the_leader_moves_partitions_and_all_servers_follow(cluster):
         await views_of_two.wait_for(lambda view: list(view.servers) == [1, 2])
         seen = await two.read()
         assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
-        assert not await two.move_partitions(seen, {0: 2})  # it is not the leader
+        assert not await two.move_partitions(seen, {0: 2})  # the server is not the leader
         assert await one.move_partitions(seen, {0: 2})
         await views_of_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
         await views_of_one.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
@@ -362,7 +362,7 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         )
         await views_of_one.wait_for(lambda view: len(view.servers) == 2)
         seen = len(views_of_one.values), len(views_of_two.values)
-        # Both sessions have ended; the second server finds ZooKeeper first, and is alone.
+        # Both sessions have ended. The second server reconnects first, and finds no other server.
         first.suspend()
         second.suspend()
         cluster.zookeeper.advance(60_000)
@@ -378,7 +378,7 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         await wait_for_followers(cluster)
         view = await one.read()
         assert view.is_settled
-        assert owners_and_generations(view) == before  # also the generations
+        assert owners_and_generations(view) == before  # the generations are also unchanged
     assert {str(owners_and_generations(each)) for each in views_of_one.values[seen[0] :]} <= {
         str(before)
     }

@@ -74,7 +74,7 @@ def test_a_copy_of_an_older_session_is_ignored():
     """A and B cannot open their logs, and report none. The replica on D remains from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         choose({"C": log(5, 80), "D": log(3, 70)})
-    # A lagging replica looks the same as D.
+    # A lagging replica would report the same as D.
     with pytest.raises(errors.BadRequest, match="C; replicas that were only in older sessions: B"):
         choose({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert choose({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"

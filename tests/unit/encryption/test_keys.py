@@ -53,7 +53,7 @@ def test_keys_cannot_be_sent_to_another_process() -> None:
     cache = CountingProvider().cache()
     cache.find("a")
     with pytest.raises(errors.UsageError, match="encryption keys cannot be sent"):
-        copy.deepcopy(Encryption(cache))  # as pickle does
+        copy.deepcopy(Encryption(cache))  # `deepcopy` uses the interface of pickle
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

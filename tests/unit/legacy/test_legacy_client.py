@@ -134,7 +134,7 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
     for request in (
         messages.MountRequest(
             req(1), -2, 0
-        ),  # has a meaning for this version, and none for a 0.13 client
+        ),  # valid for this version, but not for a 0.13 client
         messages.AddPreferredRequest(req(0), ()),
         messages.RemovePreferredRequest(req(0), ()),
     ):
@@ -155,7 +155,7 @@ def test_only_the_feed_reports_commits() -> None:
     assert isinstance(
         translate(mounted_adapter(), result(2, RowOutcomeCode.TOO_LARGE)), InexpressibleError
     )
-    # A lock names the transaction that the client has to reach.
+    # A lock failure contains the ID that the client must reach before it retries.
     failure = translate(mounted_adapter(), result(2, RowOutcomeCode.LOCK, conflict=7))
     assert failure == messages.LockFailure(req(2), 7)
 

@@ -31,7 +31,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 
 @pytest.fixture(autouse=True)
 def short_flush_delay(monkeypatch):
-    """Request a flush soon; a 0.13 client would wait for five seconds."""
+    """Send flushes after a short delay; a 0.13 client would wait for five seconds."""
     monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 100)
 
 
@@ -61,7 +61,7 @@ async def append_all(client, count, **named):
 
 
 async def stop_answers(cluster):
-    """Have the storages answer nothing."""
+    """Let the storages not answer."""
     await asyncio.to_thread(cluster.call, cluster.partition(0).may_commit.clear)
 
 
@@ -183,8 +183,8 @@ class RecordingCallbacks(AsyncCallbacks):
             self.is_over.set()
 
 
-# The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
-# 7).
+# The feed contains the first transaction, and a fetched range of headers the second
+# (partition_stream.py, invariant 7).
 @run_on_loop
 @pytest.mark.parametrize("behind", [1_000, 3_000])
 async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypatch, cluster):
@@ -252,7 +252,7 @@ async def test_after_a_silent_replacement_the_client_mounts_on_a_new_connection(
         assert await (await client.append(b"dropped at first", partition=0)) == 0
 
 
-# --- everything at once
+# --- all faults together
 
 
 def inject_fault(cluster, chance):

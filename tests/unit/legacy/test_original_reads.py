@@ -61,7 +61,7 @@ async def test_a_range_is_complete_and_leaves_no_open_feed(cluster):
         ]
         assert np.concatenate(heads)["req_id"]["sequence"].tolist() == list(range(1, COUNT + 1))
         assert cached_feed_count(client) == 0
-        assert cluster.last_client_id == 1  # one reader at a time needs one
+        assert cluster.last_client_id == 1  # successive reads share one client ID
 
 
 @run_on_loop

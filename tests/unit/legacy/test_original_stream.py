@@ -128,7 +128,7 @@ def test_a_mount_waits_for_mark_mount_flush_and_zookeeper(world):
         m.HighWaterMarkRequest(MOUNT)
     ]
     assert world.receive(m.HighWaterMarkResponse(MOUNT, 9)) == []
-    assert world.sent == [m.MountRequest(MOUNT, 9, 40)]  # the connection's sequence, not ours
+    assert world.sent == [m.MountRequest(MOUNT, 9, 40)]  # the sequence number of the connection
     assert world.receive(m.FeedData(other_req_id(1), 10, 0), m.MountResponse(MOUNT, 0)) == []
     assert world.sent == [m.FeedRequest(MOUNT, 10), m.FlushRequest(MOUNT)]
     assert world.receive(m.FlushResponse(MOUNT, 11)) == []
@@ -208,7 +208,7 @@ def test_a_server_that_does_not_report_its_mark_is_queried_again(world):
 def test_a_connection_with_an_unanswered_mount_is_closed(world):
     world.send(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     world.send(m.MountWriter(own_req_id(-2), 4, LATEST_MARK, wants_feed=False))
-    assert world.end_reason is None  # only the mark was not answered: it may not be the owner yet
+    assert world.end_reason is None  # without a mark, the server may not be the owner yet
     world.receive(m.HighWaterMarkResponse(own_req_id(-2), 9))
     world.send(m.MountWriter(own_req_id(-3), 5, LATEST_MARK, wants_feed=False))
     assert "did not answer" in world.end_reason

@@ -486,7 +486,7 @@ def test_extra_bytes_are_an_error_only_in_a_closed_log(tmp_path, is_closed):
 
 
 def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
-    """The storage reconstructs batches with unreadable entries; their chains prove nothing."""
+    """The storage reconstructs batches whose entries are unreadable. Their chains prove nothing."""
     world = sample_log(segment_bytes_max=100_000)
     for position in (1, 2):
         world.disk.flip_bits(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)

@@ -120,7 +120,7 @@ def test_replicas_that_lag_or_are_too_few_are_reported(case):
 
 
 def test_checks_fail_for_a_cause_and_its_consequences(case):
-    """The doctor would report only the storage; each check, however, passes or fails."""
+    """The doctor would report only the storage. The checks report the consequences, too."""
     case.storage(C, failure="refused", replicas={})
     case.server(1, unreachable_storages=(C,))
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})

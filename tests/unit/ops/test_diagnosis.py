@@ -370,9 +370,9 @@ def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     case.storage(A, disk=DiskFacts(900 << 20, False))
     assert case.only_finding("disk-nearly-full").sentence.endswith("900 MiB are free")
     for size_mib, free_mib, is_found in (
-        (100_000, 4_999, True),  # a twentieth
+        (100_000, 4_999, True),  # less than a twentieth is free
         (100_000, 5_000, False),
-        (2_000, 255, True),  # the minimum
+        (2_000, 255, True),  # less than the minimum is free
         (2_000, 256, False),
     ):
         case.storage(A, disk=DiskFacts(free_mib << 20, False, size_mib << 20))
@@ -752,7 +752,7 @@ def test_storages_with_different_archives_are_reported(archive):
         f"(none), but the other storages archive to {URL}. Hint: set the"
         in diagnose(archive.facts)[0].sentence
     )
-    # Unknown for a storage that does not answer.
+    # The doctor cannot check a storage that does not answer.
     archive.storage(A, failure="refused", replicas={})
     archive.storage(B, archive=ArchiveFacts(URL))
     assert ("archive-settings-differ", A) not in archive.found()
@@ -770,7 +770,7 @@ def test_storages_without_the_archive_of_the_cluster_are_reported(archive):
     assert archive.only_finding("archive-url-missing").command == (
         f"waltz-core local down {directory} && waltz-core local up {directory} --archive URL"
     )
-    # Unknown if no storage answers.
+    # The doctor cannot check this if no storage answers.
     for address in (A, B, C, SPARE):
         archive.storage(address, admin_failure="refused")
     assert "archive-url-missing" not in [name for name, _ in archive.found()]
@@ -789,7 +789,7 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     found = archive.only_finding("archive-unavailable")
     assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in found.sentence
     assert found.command == f"waltz-core archive status --connect {CONNECT}"
-    # The lag of the archive is a consequence, even of a single failure of each storage.
+    # If each storage has failed even once, the lag of the archive is a consequence, and no finding.
     archive.partition(0, oldest_unarchived_age_s=100 * HOUR_S)
     assert archive.only_finding("archive-unavailable")
     archive.storage(A, archive=failed)
@@ -831,7 +831,7 @@ def test_an_archive_that_lags_is_reported(archive):
     assert "partition 0: 70 committed transactions are not archived" in found.sentence
     assert "the oldest was committed 1.3 h ago." in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
-    assert archive.found() == []  # with a greater `archive_age_ms`
+    assert archive.found() == []  # not with a greater `archive_age_ms`
     # A partition without any archived transaction.
     archive.partition(1, marker=OPEN, oldest_unarchived_age_s=4 * HOUR_S)
     assert "partition 1: 91 committed" in archive.only_finding("archive-lagging").sentence

@@ -34,7 +34,7 @@ def block(first, last, *values, before=None, history=0):
 
 
 def trusted_blocks(data, at, steps_max=1_000):
-    """Return first, last and locks of all blocks that are trusted below an end of the log."""
+    """Return first, last and locks of all trusted blocks below the given end of the log."""
     blocks, found = LockBlockReader(data), []
     while (one := blocks.block_ending_at(at, steps_max)) is not None:
         found.append((one.first, one.end.last, bytes(one.locks)))

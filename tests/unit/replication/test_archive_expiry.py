@@ -162,7 +162,7 @@ def test_a_failed_expiry_is_repeated_by_another_replica(bench, kind):
         finish(bench, replica, expiry, error="cannot read m1", manifest="")
     elif kind == "silence":
         bench.run_for(NO_PROGRESS_MS_MAX)
-        end_attempt(bench)  # which has begun meanwhile
+        end_attempt(bench)  # the attempt that has begun meanwhile
     assert len(bench.reports("archive.expiry_failed")) == 1
     bench.rejected = ()
     bench.run_for(EXPIRY_RETRY_MS)

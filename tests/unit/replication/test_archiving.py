@@ -80,7 +80,7 @@ def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(benc
     bench.run_for(NO_PROGRESS_MS_MAX - 2 * INTERVAL_MS)
     bench.silent = {A, B, C}
     if is_archived:
-        finish(bench, replica, request)  # and no other replica returns its chain
+        finish(bench, replica, request)  # no other replica has returned its chain
     else:
         progress(bench, replica, replace(request, attempt=9))
         progress(bench, next(name for name in bench.names if name != replica), request)
@@ -553,7 +553,7 @@ def test_a_source_that_removes_segments_is_read_from_the_archived_mark(bench):
 
 
 def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
-    """A reset replica would be unknown, and the loss of another one would block recovery."""
+    """A reset replica would not count, so the loss of another replica would block recovery."""
     bench = ArchivingBench()
     bench.open()
     bench.silent = {C}

@@ -71,7 +71,7 @@ class World:
         return await self.viewer.view(token_hash)
 
     async def read_cluster(self):
-        """Answer a small read."""
+        """Answer a read of the cluster's znode."""
         await poll_until(lambda: self.error is not TimeoutError)  # ZooKeeper hangs
 
     async def _read(self, coordinator):
@@ -87,7 +87,7 @@ class World:
         return self.case.facts.zookeeper_servers
 
     def fields(self):
-        """Return the view, once."""
+        """Return the fields of one view."""
         return asyncio.run(self.viewer.view(""))
 
     def server(self, number, **changed):
@@ -551,7 +551,7 @@ async def test_a_slow_read_continues_after_the_request_times_out(monkeypatch):
         await world.viewer.view("")
     assert (await world.viewer.view(""))["zookeeper_error"] == ""
     assert world.read_count == 1
-    await pass_time(PAUSE_S_MAX + 0.1)  # the next read is as slow, and no error
+    await pass_time(PAUSE_S_MAX + 0.1)  # the next read is as slow, but no error
     assert (await world.viewer.view(""))["zookeeper_error"] == ""
     await pass_time(8.0)
     assert world.read_count == 2

@@ -89,8 +89,8 @@ def test_json_is_shown_as_it_is(text):
         '"' + '\\"' * 5000,
         "line 1\r\nline 2\u2028line 3",
         "Grüße 你好 🙂",
-        "ܐܒܓ",  # its first byte is also that of an array in MessagePack
-        "ߐߑߒ",  # or of a map
+        "ܐܒܓ",  # in MessagePack, its first byte begins an array
+        "ߐߑߒ",  # or a map
         "<script>alert(1)</script>",
     ],
 )
@@ -303,7 +303,7 @@ def test_plain_messagepack_values_are_shown_exactly(value):
 @given(st.binary(max_size=60).map(lambda rest: b"\x93" + rest))
 @example(b"\x93\x01\x02")
 def test_shown_messagepack_is_readable_by_the_client(data):
-    """The package msgpack accepts what is shown, apart from texts and keys it cannot represent."""
+    """The package msgpack accepts shown payloads, except texts and keys it cannot represent."""
     if decode(data).format == "messagepack":
         msgpack.unpackb(data, strict_map_key=False, timestamp=0)
 

@@ -83,7 +83,7 @@ class World:
         self.error = None
 
     async def function(self, run, *, server):
-        """Act as the function of a change: end when the test permits it."""
+        """The function of a change, which ends when the test permits it."""
         self.calls.append((server, member_connections.ssl_context()))
         run.note_step("step 1")
         run.report_wait("the test")

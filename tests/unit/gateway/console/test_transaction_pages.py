@@ -484,7 +484,7 @@ def test_transactions_without_a_stamp_have_no_time(monkeypatch):
 
 
 def test_the_texts_of_a_page_are_bounded():
-    """Compressed payloads have much more text than bytes."""
+    """The text of a compressed payload may be much longer than the payload."""
 
     async def scenario(client):
         packed = Zstd(BYTES).serialize(b"a" * 100_000)
