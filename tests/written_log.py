@@ -1,4 +1,4 @@
-"""A log of changes of rows, and what a table that follows it must contain."""
+"""A log of changes of rows, and the expected content of a table that follows it."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from waltz_core.local import running_cluster
 from waltz_core.tables.table_marks import decode_marks
 
 PARTITION_COUNT = 2
-TRANSACTION_COUNT = 120  # of an `append`
+TRANSACTION_COUNT = 120  # the transactions of one `append`
 KEY_COUNT = 12
 DELETE_HEADER = 9
 OTHER_HEADER = 5
 COLUMNS = ("id:int64", "op:string", "value:int64")
-TableRows = dict[int, tuple[Any, int, int]]  # of an ID: value, partition, transaction
-# From a transaction to its changes: an ID, and a value or None.
+TableRows = dict[int, tuple[Any, int, int]]  # ID -> value, partition, transaction
+# Returns the changes of a transaction: for each ID, a value or None.
 ChangesFunction = Callable[[int, dict], list[tuple[int, int | None]]]
 
 
@@ -121,7 +121,7 @@ def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
 def check_versions(
     written: WrittenLog, table: Path | str, changes: ChangesFunction | None = None
 ) -> None:
-    """Each version has the rows of its marks, and marks never decrease."""
+    """Check that each version has the rows up to its marks, and that marks never decrease."""
     before = dict.fromkeys(range(PARTITION_COUNT), -1)
     for version, marks in sorted(marks_by_version(table).items()):
         assert read_table(table, version) == written.replayed(marks, changes)

@@ -33,7 +33,7 @@ OWN_PARTITIONS = {"partitions": "1,3"}
 
 
 def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
-    """Permit the principal `tenant` to use two partitions; then enforce this in new processes."""
+    """Permit two partitions to the principal `tenant`; restart daemons with `access = "on"`."""
     for words in (
         ("access", "init"),
         ("access", "grant", "localhost", "replicate"),

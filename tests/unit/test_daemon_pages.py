@@ -22,7 +22,7 @@ UNAVAILABLE = "HTTP/1.1 503 Service Unavailable"
 
 
 def pages(*requests, health):
-    """Return the answers of a daemon with this health, or whose health check raises this error."""
+    """Return the answers of a daemon whose health check returns a value, or raises an error."""
 
     async def find():
         if isinstance(health, Exception):

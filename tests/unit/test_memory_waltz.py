@@ -42,7 +42,7 @@ def test_waltz_memory_is_empty_and_issues_client_ids(waltz_memory):
     assert waltz_memory.transactions(0) == []
 
 
-# --- what an application does wrong
+# --- errors of applications
 
 
 def until(condition):
@@ -162,7 +162,7 @@ def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memor
         for wrong in (append(client), client.close()):
             with (
                 pytest.raises(errors.UsageError, match="was opened on another event loop"),
-                ThreadPoolExecutor(1) as another,  # this thread has a loop
+                ThreadPoolExecutor(1) as another,  # this thread already has an event loop
             ):
                 another.submit(asyncio.run, wrong).result()
         assert runner.run(append(client)) == 0
@@ -210,7 +210,7 @@ def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
 
 
 def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
-    """Two clients append with the same lock; the owner lists which one lost against which."""
+    """Two clients append with the same lock. The owner lists the rejected append and the winner."""
     seat, before_ms = lock("seat", "12F"), time.time_ns() // 1_000_000
     with waltz_memory.client() as anna, waltz_memory.client() as boris:
         assert boris.recent_rejections(1) == []
@@ -373,7 +373,7 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
         client.append(b"a", partition=0).result()
         ledger.wait_until(lambda: ledger.applied_ids == [0])
         waltz_memory.suspend_feed()
-        # A client that has not applied it lags, and continues to lag.
+        # A client that has not applied the transaction lags, and continues to lag.
         won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
         for timeout_ms in (100, 1_000, 10_000, 100_000):
             context = RecordingContext(0)
@@ -382,7 +382,7 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
                 client.submit(context).result()
             if "lock failure" in context.hooks:
                 break
-            # On a busy machine the append was not rejected yet: the next one has more time.
+            # On a busy machine, the append may not be rejected yet: the next append has more time.
         assert isinstance(timeout_error.value, errors.ViewBehind)
         assert (ledger.applied_ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
@@ -401,7 +401,7 @@ def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory
     waltz_memory.resume_feed()
 
 
-# --- its life
+# --- open and close
 
 
 def test_closing_memory_waltz_closes_its_clients_and_ends_its_thread():

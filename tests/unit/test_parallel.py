@@ -1,4 +1,4 @@
-"""`run_parallel`: results in order, the first error itself, and a task that works afterwards."""
+"""`run_parallel`: results in order, the first error unchanged, and a usable task afterwards."""
 
 import asyncio
 

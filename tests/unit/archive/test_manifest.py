@@ -92,7 +92,7 @@ def test_each_expiry_has_its_own_grace_period():
     assert found.deletable_below(EXPIRY_GRACE_MS) == 10
     found = read(found.with_expiry(30, EXPIRY_GRACE_MS))
     assert [each.first for each in found.newest_objects] == [10, 20, 30]
-    assert found.deletable_below(EXPIRY_GRACE_MS) == 10  # for the objects of a remaining page
+    assert found.deletable_below(EXPIRY_GRACE_MS) == 10  # a page still lists the next objects
     assert found.deletable_below(EXPIRY_GRACE_MS + 100) == 30
 
 

@@ -513,7 +513,7 @@ async def test_retries_end_with_their_limit():
 
         def execute(builder):
             marks.append(builder.client_high_water_mark)
-            builder.client_high_water_mark = -1  # set by the application; it cannot be raised again
+            builder.client_high_water_mark = -1  # it can be lowered, but not raised
             return CounterContext.execute(context, builder)
 
         context.execute = execute

@@ -192,7 +192,7 @@ async def test_a_feed_can_end_while_a_transaction_is_retried():
 
 @run_on_virtual_loop
 async def test_a_context_waits_while_its_partition_is_paused():
-    """A context computes from applied transactions; without a feed it would overwrite others."""
+    """A context computes from applied transactions; without a feed, these would be outdated."""
     async with two_clients() as (_, one, two):
         callbacks_of_one, callbacks = ResumingCallbacks(), ResumingCallbacks()
         await one.subscribe(callbacks_of_one, [0])
@@ -428,7 +428,7 @@ async def test_a_deadline_ends_an_execute_that_waits():
 
 @run_on_virtual_loop
 async def test_a_deadline_ends_attempts_that_never_wait():
-    """Another client writes the lock at each attempt; the client knows each conflict at once."""
+    """Another client writes the lock at each attempt; the client gets each conflict at once."""
     async with two_clients() as (_, one, two):
 
         async def write_concurrently():

@@ -831,7 +831,7 @@ def test_an_archive_that_lags_is_reported(archive):
     assert "partition 0: 70 committed transactions are not archived" in found.sentence
     assert "the oldest was committed 1.3 h ago." in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
-    assert archive.found() == []  # not with a greater `archive_age_ms`
+    assert archive.found() == []  # not if `archive_age_ms` is greater
     # A partition without any archived transaction.
     archive.partition(1, marker=OPEN, oldest_unarchived_age_s=4 * HOUR_S)
     assert "partition 1: 91 committed" in archive.only_finding("archive-lagging").sentence

@@ -22,7 +22,7 @@ LIMITS = SessionLimits(lag_bytes_max=500, range_bytes_max=300)
 
 
 class Bench:
-    """The bench that the module docstring describes."""
+    """The machine of one partition, with modeled storages and ZooKeeper."""
 
     def __init__(self, *names, state=MarkerState.NEW, limits=LIMITS):
         self.names = names or (A, B, C)

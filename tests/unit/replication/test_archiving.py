@@ -684,7 +684,7 @@ def returning_owner():
     """Return an owner with batches in doubt up to ID 7, which another owner has archived."""
     bench = new_bench()
     bench.submit(2)
-    for name in (A, B):  # They are committed, but this owner gets no answer.
+    for name in (A, B):  # The appends are committed, but this owner gets no answer.
         bench.storages[name].handle(bench.requests[name].popleft())
     other = bench.other_server()
     other.limits = ARCHIVING
@@ -732,7 +732,7 @@ def test_the_archive_is_not_queried_for_damage_above_the_archived_mark(bench):
 
 @pytest.mark.parametrize("removed", [-1, 3])
 def test_an_empty_late_replica_begins_at_the_mark_of_the_session(removed):
-    """The archived mark is higher by then, but the replica copies the batches of the session."""
+    """Meanwhile the archived mark has risen, but the replica copies the later batches."""
     bench = Bench(limits=ARCHIVING)
     bench.open()
     bench.append(2, batches=2)
@@ -789,7 +789,7 @@ def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeep
 
 
 def test_a_replica_with_another_chain_does_not_stop_archiving(bench):
-    """For example a replica with a reconstructed batch there."""
+    """For example, a reconstructed batch has another chain."""
     storage = bench.storages[A]
     handle = storage.handle
 

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.partition_store`: session after session."""
+"""Unit tests of `waltz_core.replication.partition_store`: successive sessions."""
 
 import itertools
 
@@ -312,7 +312,7 @@ def test_outcomes_of_expired_batches_remain_unknown():
 
 
 def test_a_new_owner_learns_the_last_commit_stamp_of_the_log(bench):
-    """The clock of a new owner may be behind that of the last one, but stamps never decrease."""
+    """The clock of a new owner may be behind the previous owner's, but stamps never decrease."""
     bench.submit(2)
     bench.now_ms = 7_000
     bench.append()
@@ -412,7 +412,7 @@ def test_a_queued_zookeeper_request_does_not_release_the_partition():
     assert not bench.all_reported(OwnershipReleased)
     bench.run()
     assert bench.store.open_session_id == 0
-    # From then on the timeout applies again.
+    # From then on, the timeout applies again.
     bench.down = {A, B}
     bench.take_ownership(2)
     for _ in range(11):
@@ -564,7 +564,7 @@ def test_a_replica_is_replaced_by_another():
 
 
 def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
-    """B is down, and C is lost after the decision: A and D are a quorum of the new ones only."""
+    """B is down, and C is lost after the decision. A and D are a quorum of the new replicas."""
     bench = Bench(A, B, C, D)
     bench.open(replicas=(A, B, C))
     bench.append()

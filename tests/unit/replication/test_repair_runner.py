@@ -24,7 +24,7 @@ def lag_behind(bench, replica, *, batches=8):
 
 
 def run_until(bench, kind):
-    """Step until a request of a kind is under way; return the storage that has it."""
+    """Step until a storage has a request of this kind; return the storage."""
 
     def requested():
         return [

@@ -360,7 +360,7 @@ def test_only_damage_below_the_truncation_is_requested():
     replica, source = storage(*OLD, (3, [7])), storage(*OLD)
     replica.disk.damaged = {5}
     repair = repair_of(replica)
-    repair.on_damage_found([(5, 6)])  # as a storage reports adjacent records
+    repair.on_damage_found([(5, 6)])  # a storage reports adjacent records as one range
     steps = run_repair(
         repair, replica, source, RepairGoal(5, source.chain), has_source=lambda _, last: last <= 5
     )

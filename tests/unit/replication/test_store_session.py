@@ -122,7 +122,7 @@ def test_a_batch_of_a_session_unknown_to_zookeeper_is_not_trusted(bench):
     bench.submit(3)
     bench.submit(3)
     for _ in range(2):
-        bench.deliver(C)  # no other storage gets these
+        bench.deliver(C)  # the other storages get no requests
     restart(bench, down=[C])
     for name in (A, B):
         bench.requests.get(name, []).clear()
@@ -291,7 +291,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     for _ in range(4):
         bench.wait(LIMITS.answer_ms_max)
         bench.append()
-    # If it were dropped, it could return only in another session. So it has to wait.
+    # If the replica were dropped, it could return only in another session. So it waits.
     assert bench.store.open_session_id == session
     (waiting,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert waiting == (C, 4 * LIMITS.answer_ms_max)
@@ -486,7 +486,7 @@ def test_a_disk_failure_during_prepare_is_not_reported_as_a_fence():
 
 
 def test_a_promise_above_the_known_later_promise_ends_the_session(bench):
-    """The replica is known to be ahead of ZooKeeper; a later promise belongs to another owner."""
+    """The replica was already ahead of ZooKeeper; an even later promise is of another owner."""
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())
     bench.wait(100)

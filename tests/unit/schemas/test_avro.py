@@ -76,7 +76,7 @@ def test_encoded_values_have_the_bytes_of_the_avro_specification():
         ("double", math.inf, None),
         ("boolean", True, "01"),
         ("null", None, ""),
-        (["null", "float", "double"], 0.1, None),  # not the nearest float
+        (["null", "float", "double"], 0.1, None),  # no float has this value
         ([logical_type("int", "date"), "long", "string"], 1 << 40, None),
     ],
 )
@@ -345,7 +345,7 @@ def test_a_value_is_converted_without_loss(written, value, kind, expected):
     ("written", "value", "kind"),
     [
         ("long", 1 << 40, pa.int32()),
-        ("long", 7, pa.timestamp("us", "UTC")),  # seconds, milliseconds or anything else
+        ("long", 7, pa.timestamp("us", "UTC")),  # the unit is unknown
         ("int", 7, pa.date32()),
         (logical_type("int", "date"), dt.date(2000, 1, 1), pa.int32()),
         (logical_type("long", "timestamp-millis"), MOMENT, pa.int64()),

@@ -45,7 +45,7 @@ def test_a_schema_is_registered_once_and_requested_once(registry):
         ("POST", "/subjects/orders-value/versions"),
         ("GET", "/schemas/ids/1"),
     ]
-    # Another serializer of the process has the same schemas.
+    # All serializers of a process share the schemas.
     assert Avro(registry.url).deserialize(orders.serialize(RING)) == RING
     assert len(registry.requests) == 2
 

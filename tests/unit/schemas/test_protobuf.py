@@ -85,7 +85,7 @@ def test_the_message_indexes_are_the_path_of_the_type():
     ):
         encoded = codec(name).encode({})
         assert encoded.hex() == indexes
-        codec().decode(encoded)  # any codec of the schema reads it
+        codec().decode(encoded)  # also another codec of the schema
     with pytest.raises(BadConfig, match=r"no message type 'shop.Nothing'; it has shop.Order, "):
         codec("shop.Nothing")
 

@@ -93,7 +93,7 @@ class ServedWrites:
 
 
 class ServedWorld(MemoryWorld):
-    """A world in which each member uses its own server."""
+    """A world in which each member sends its requests to its own server."""
 
     def __init__(self, tasks) -> None:
         super().__init__()

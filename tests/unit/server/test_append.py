@@ -355,7 +355,7 @@ def test_a_request_that_waits_when_its_client_mounts_again_is_rejected() -> None
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
-# --- checks at the door of the log
+# --- checks before an append enters the log
 
 
 def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
@@ -585,7 +585,7 @@ def test_large_requests_run_one_at_a_time_while_small_ones_wait() -> None:
     at_ms = world.pipeline.due_ms(4)
     assert at_ms is not None
     assert 4 < at_ms <= 4 + PAUSE_MS_MAX
-    # Small requests take their turns meanwhile.
+    # Small requests are processed meanwhile.
     world.single(BOB)
     assert len(world.turns()) == 1
     world.now_ms = at_ms

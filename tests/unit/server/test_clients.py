@@ -137,7 +137,7 @@ async def test_a_denied_request_reaches_no_partition_and_frees_its_slot():
     link.received([AppendRequest(each, 0, (), (), (), 0, b"", 0) for each in ids])
     link.is_congested = False
     link.drained()
-    await poll_until(lambda: len(link.sent) == 4)  # two at a time, since the client reads slowly
+    await poll_until(lambda: len(link.sent) == 4)  # the client reads slowly
     link.is_congested = False
     link.drained()
     assert link.sent == [ErrorResponse(each, PermissionDenied.code, False, "no") for each in ids]
@@ -227,7 +227,7 @@ async def test_a_limit_pauses_feeds_but_not_requests():
     link.is_congested = True
     link.is_over_limit = False
     link.drained()
-    assert host.events == [ConnectionCongested]  # it does not read
+    assert host.events == [ConnectionCongested]  # the client does not read
     link.is_congested = False
     link.drained()
     assert host.events == [ConnectionCongested, ConnectionDrained]
@@ -235,7 +235,7 @@ async def test_a_limit_pauses_feeds_but_not_requests():
 
 @run_on_loop
 async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_it():
-    """A commit sends a frame at once, although a wake-up for the next frame is due already."""
+    """A commit sends a frame at once, although a wake-up for the next frame is already due."""
 
     class LimitedLink(Link):
         def send(self, message) -> None:
@@ -293,7 +293,7 @@ async def test_feeds_of_a_moved_partition_do_not_count_towards_limits():
 
 @run_on_loop
 async def test_concurrent_connectivity_checks_are_shared():
-    """Each one connects to every storage, and descriptors are few."""
+    """Each check connects to every storage, and file descriptors are limited."""
     backend, links = Backend(), [Link(), Link()]
     async with asyncio.TaskGroup() as tasks:
         clients = ClientConnections(backend, LIMITS, tasks, Metrics("server"))
@@ -335,7 +335,7 @@ class Expiry(ExpireRequest):
 
 @run_on_loop
 async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
-    """The outcome is found by the `id` of the request, which another request could get."""
+    """The outcome is found by Python's `id` of the request, which a later request could get."""
     backend, link, audited = Backend(), Link(), AuditedRequest()
     link.access, link.audit_request = AuditAccess(), lambda _request: audited
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
@@ -358,7 +358,7 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
 @run_on_virtual_loop
 async def test_a_connection_over_the_memory_limit_resumes_after_its_answers_drain():
     class SlowLink(Link):
-        def send(self, message) -> None:  # the system takes it later
+        def send(self, message) -> None:  # the system accepts the data later
             self.sent.append(message)
             self.write_backlog_bytes = 600 << 10
 

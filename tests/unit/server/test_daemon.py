@@ -1,4 +1,4 @@
-"""How settings become limits of a server daemon, and which settings it rejects."""
+"""A server daemon derives limits from settings, and rejects invalid settings."""
 
 import asyncio
 from types import SimpleNamespace
@@ -128,7 +128,7 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
     coordinator.may_finish.set()
     server = server_of(coordinator, 0, 1)
     assert await server._hand_over_partition(0, 1)
-    assert not await server._hand_over_partition(0, 3)  # it has returned
+    assert not await server._hand_over_partition(0, 3)  # the partition has returned
     coordinator.is_taken = False
     assert not await server._hand_over_partition(1, 1)
     assert not await server._hand_over_partition(1, 1)

@@ -1,4 +1,4 @@
-"""Appends that depend on appends in flight: what is accepted, rejected and answered."""
+"""Appends that depend on appends in flight are accepted, rejected and answered."""
 
 import zlib
 
@@ -69,7 +69,7 @@ def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
 
 
 def in_flight() -> tuple[Authors, ReqId]:
-    """One author's transaction is in flight."""
+    """A pipeline with one author's transaction in flight."""
     world = Authors()
     winner = world.follow(data=b"first")
     world.turn()
@@ -138,7 +138,7 @@ def test_gathered_appends_are_sent_after_a_pause_while_authors_wait():
     world, _ = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
-    world.follow(BOB)  # waits until the notified one has come, or does not come
+    world.follow(BOB)  # waits for the append of the notified author, or for its timeout
     world.after(0)
     assert predecessor_ids(world.turn())
     world.follow(BOB)
@@ -168,7 +168,7 @@ def test_an_independent_append_submits_the_gathered_dependent_appends():
 
 def test_predecessors_have_written_its_locks_above_its_mark():
     world = Authors()
-    world.follow(write=[COLD])  # from here on it is remembered
+    world.follow(write=[COLD])  # from now on, the table records it
     world.follow(write=[HOT])
     world.single(write=[7])
     world.single(append=[HOT])
@@ -185,7 +185,7 @@ def test_predecessors_have_written_its_locks_above_its_mark():
 def predecessor_ids_for(world: Authors, **request) -> list[int] | None:
     req_id = world.follow(BOB, **request)
     out = world.turn()
-    world.now_ms += WAIT_MS_MAX  # no author is expected back any more
+    world.now_ms += WAIT_MS_MAX  # the authors have timed out
     return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 

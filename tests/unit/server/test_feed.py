@@ -34,7 +34,7 @@ CHAIN = Chain(b"c" * 16)
 
 
 class HeaderCache:
-    """Remembers IDs from `first` on, each as its own number in 20 bytes."""
+    """Has the IDs from `first` on; the header of each ID is the ID in 20 bytes."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -131,7 +131,7 @@ def test_a_grant_covers_its_minimum_and_is_answered_at_its_end() -> None:
     out = deliver_all(each)
     assert frames(out, 1) == [(2, 4)]
     assert out[-1] == SendToClient(ConnectionId(1), FeedSuspended(req_id(1)), 60)
-    # If the mark is far ahead, a grant reaches up to it.
+    # If the mark is far ahead, a feed request may reach up to it.
     assert grant(each, 1, 1)
     assert frames(deliver_all(each), 1) == [(2, 8)]
 

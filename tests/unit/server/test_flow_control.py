@@ -175,7 +175,7 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
     ],
 )
 def test_compressed_numbers_are_charged_with_their_full_size(request_of) -> None:
-    """As Python numbers, a frame of 256 KiB takes ten times as much memory."""
+    """Decoded to Python numbers, a frame of 256 KiB takes ten times as much memory."""
     each = flow(in_flight_bytes=1 << 20)
     each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
     (first,) = each.admit(A)

@@ -1,4 +1,4 @@
-"""The lock table of a new owner is loaded from storages, and when appends continue."""
+"""A new owner loads its lock table from storages, before or while appends continue."""
 
 import struct
 
@@ -244,7 +244,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
         world.answer(data)
         world.run()
     assert world.lock_loader.floor == 5
-    # The first replica was queried at another floor, the other two have no blocks at this one.
+    # The first replica was queried at another floor. The other two have no blocks at this floor.
     world.lock_loader.stop()
     world.query_locks(SESSION + 1, must_hold_appends=False)
     assert [each.replica for each in world.fetches[3:]] == [REPLICAS[0]]
@@ -257,7 +257,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
         assert world.lock_loader.due_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
-    # After another owner had the log, all locks are unknown again.
+    # After another owner has written to the log, all locks are unknown again.
     world.lock_loader.begin(world.table, end(MARK))
     world.query_locks(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]

@@ -113,7 +113,7 @@ class World:
         self.rest: list[object] = []
         self.step(replication.TakeOwnership(Generation(1), REPLICAS))
 
-    # --- driving
+    # --- steps
 
     def step(self, event: Event) -> None:
         for effect in self.partition.step(event, self.now_ms):
@@ -237,7 +237,7 @@ class World:
         self.commit()
         self.run()
 
-    # --- what was reported
+    # --- reports
 
     def answer(self, req_id: ReqId) -> ClientMessage:
         (found,) = [
@@ -415,7 +415,7 @@ def test_a_due_checkpoint_waits_for_appends_in_flight() -> None:
         world.run()
     world.now_ms = 1
     checkpoints = len(world.store.of(replication.Checkpoint))
-    world.commit(1)  # by one of these
+    world.commit(1)  # committed by one of the two events
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 1
     world.commit(1)
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 3
@@ -911,7 +911,7 @@ def test_a_read_of_the_end_of_the_log_waits_for_a_proof() -> None:
         world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1)),
         world.send(B, messages.FeedRequest(mount, 1)),
     ]
-    for _ in range(2):  # The later ones share the next proof.
+    for _ in range(2):  # The later requests share the next proof.
         world.fail_proof()
     codes = {each.req_id: each.error_code for each in world.of(messages.ErrorResponse)}
     assert codes == dict.fromkeys(request, errors.SessionLost.code)
@@ -1223,7 +1223,7 @@ def test_an_old_mark_is_proved_before_it_is_reported() -> None:
 
 
 def test_a_proved_mark_includes_commits_during_the_proof() -> None:
-    """A proof confirms the session; the mark from its beginning may be outdated at its end."""
+    """A proof confirms the session; a mark from the start of the proof may be outdated."""
     world = world_with_mount()
     request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     (proof,) = world.store.of(replication.ProveMark)

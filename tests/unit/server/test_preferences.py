@@ -21,7 +21,7 @@ def test_preferences_are_kept_in_order():
 def test_a_handed_over_partition_pauses_for_a_while():
     found = new_preferences(0, 1)
     assert found.suspend(1, 100.0)
-    assert not found.suspend(7, 100.0)  # no command prefers that one
+    assert not found.suspend(7, 100.0)  # no command prefers this partition
     assert (found.wanted, found.suspended) == ((0, 1), [1])
     assert found.active_preferences_after((3,), ()) == (0, 3)
     assert found.resumable_partitions(159.0) == []

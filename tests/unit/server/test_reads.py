@@ -178,7 +178,7 @@ def test_a_failed_fetch_is_sent_to_each_replica_before_it_waits() -> None:
     fetch = fetch_of(request_range(each, 0, 9))
     tried = [fetch.replica]
     for _ in range(2):
-        assert fetch.is_urgent  # a slow storage times out soon until all were tried
+        assert fetch.is_urgent  # short timeout, until all storages were tried
         fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
         tried.append(fetch.replica)
     assert fetch.is_urgent
@@ -227,7 +227,7 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
         fetch = fetch_of(request_range(each, 10 * number, 10 * number + 9))
     assert failed not in requests[:AVOIDED_FETCH_COUNT]
     assert failed in requests[AVOIDED_FETCH_COUNT : AVOIDED_FETCH_COUNT + 3]
-    # A replica is not avoided if there is no other.
+    # A replica is not avoided if it is the only replica.
     each.replicas = [failed]
     assert (
         fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0)).replica == failed
@@ -434,7 +434,7 @@ def test_sequential_reads_are_read_ahead() -> None:
     assert fetch.message.bytes_max == PREFETCH_BYTES_MAX
     (answer,) = each.on_range_fetched(fetch.token, whole_records(fetch, *range(8, 20)), 0)
     assert data_of(answer) == written_data(8)
-    # The records that came with it are cached, and the next range is requested.
+    # The other records of the answer are cached, and the next range is requested.
     for transaction_id in range(9, 20):
         (answer,) = request_data(each, transaction_id)
         assert data_of(answer) == written_data(transaction_id)

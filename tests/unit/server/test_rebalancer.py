@@ -55,7 +55,7 @@ async def run_balancers(zookeeper, *, servers, reporting, unavailable=None):
 
 
 async def wait_for_rounds(rounds):
-    """Wait for enough rounds that a partition that should move has moved."""
+    """Wait for enough rounds for a partition to move."""
     look_count = len(rounds.values)
     await rounds.wait_for(lambda count: count > look_count + 5 * PACE.window_ms // PACE.interval_ms)
 

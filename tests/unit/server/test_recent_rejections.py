@@ -1,4 +1,4 @@
-"""The newest rejections of a partition: which ones are listed, and for how long."""
+"""The newest rejections of a partition are listed for a limited time."""
 
 import struct
 import zlib
@@ -130,13 +130,13 @@ def test_rejections_by_lost_predecessors_are_dropped() -> None:
     assert listed_rejections(world) == []
     world.open(-1, settled=-1)
     world.submitted.clear()
-    world.single(BOB, write=[99])  # It gets the ID of the lost transaction.
+    world.single(BOB, write=[99])  # This append gets the ID of the lost transaction.
     world.turn()
     world.commit()
     assert listed_rejections(world) == []
 
 
-# --- how many, and for how long
+# --- limits of number and time
 
 
 def test_the_newest_hundred_rejections_are_listed_newest_first() -> None:

@@ -146,7 +146,7 @@ def test_killing_the_process_keeps_data_without_making_it_durable():
 
 def test_a_sync_can_be_omitted_or_delayed():
     disk = new_recording_disk()
-    places = sync_positions(disk.changes)[2:]  # none is created twice
+    places = sync_positions(disk.changes)[2:]  # not those of the creation
     last = places[-1]
     assert isinstance(disk.changes[last], SyncDirectory)
     assert len(without_change(disk.changes, last)) == len(disk.changes) - 1

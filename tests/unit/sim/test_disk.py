@@ -258,7 +258,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
 
 def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
     disk, path, file = with_unreadable_sectors(b"a" * 2_000, 512, 1_999)
-    file.discard_unreadable(600, 1_000)  # the sectors between them are rewritten completely
+    file.discard_unreadable(600, 1_000)  # complete sectors between them are not zeroed
     assert file.pread(512, 512) == bytes(512)
     assert file.pread(512, 1_536) == bytes(2_000 - 1_536)
     assert file.size() == 2_000

@@ -103,7 +103,7 @@ def rows_of(batches: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
 
 
 def expected_rows(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[Any, ...]]:
-    """Return the rows of a feed with `SCHEMA` and `OPTIONS` by the definition.
+    """Return the rows of a feed with `SCHEMA` and `OPTIONS`, computed by the definition.
 
     A payload that does not fit is no change, as with `mode=DROPMALFORMED`.
     """

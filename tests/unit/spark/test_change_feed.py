@@ -46,7 +46,7 @@ def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
             transaction_with(id=2, amount=20),
             transaction_with(id=1, op="U", amount=11),
             transaction_with(id=1, op="D"),
-            transaction_with(id=1, op="D"),  # it has no row
+            transaction_with(id=1, op="D"),  # the key is absent, so there is no row
             transaction_with(DELETE_HEADER, id=2, amount="any"),  # a delete needs only the key
             transaction_with(id=1, op="I", amount=12),
         ]
@@ -194,7 +194,7 @@ def test_an_invalid_transaction_fails_the_read_or_is_skipped(
             transaction_with(id=1, op="D"),
         ]
     )
-    for begin in (-1, 2):  # it fails, wherever the rows begin
+    for begin in (-1, 2):  # both reads fail: one begins before it, one after it
         with pytest.raises(BadFormat, match=f"partition 3, transaction 2[:,] .*{text}"):
             feed(log, begin)
     assert [row[3:] for row in feed(log, **DROP)] == [("insert", 0), ("insert", 1), ("delete", 3)]
@@ -281,7 +281,7 @@ def test_payloads_with_a_destroyed_key_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "gone").unlink()
     keys.key_cache_for.cache_clear()
     assert feed(log, **options, **DROP) == [(1, None, 3, "insert", 2)]
-    # A state that has such a row does not know more.
+    # The state has the encrypted row, which it cannot decrypt either.
     kept = rows_of(reader(log, 1, 3, state_file, **options, **DROP).rows())
     assert kept == [(1, None, 3, "insert", 2)]
     with pytest.raises(BadFormat, match=r"transaction 0: the payload cannot be decrypted .*gone"):
@@ -344,7 +344,7 @@ def test_the_kind_of_a_change_is_a_column_of_the_log() -> None:
     other = StructType().add("id", "long").add("_change_type", "long")
     with pytest.raises(BadRequest, match="column '_change_type' of the log: expected type string"):
         WaltzDataSource(OPTIONS | {"deleteWhere": ""}).reader(other)
-    # Without a change feed it may be one of the payload.
+    # Without a change feed, a payload column may have this name.
     WaltzDataSource({"path": OPTIONS["path"], "dataFormat": "msgpack"}).reader(other)
     required = StructType().add("id", "long", nullable=False).add("op", "string")
     options = {"encryptionKeys": "/none"}

@@ -65,7 +65,7 @@ def schema(**columns: str) -> StructType:
             PLAIN,
             ("log has no column 'write_lock'; did you mean 'write_locks'? Hint: rename the column"),
         ),
-        # Packed with the other columns, it would be payload, and no lock would be written.
+        # The misspelled column would be a part of the payload, and no lock would be written.
         *(
             ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{expected_hash}'?")
             for name, expected_hash in (

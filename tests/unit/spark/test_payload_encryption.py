@@ -285,7 +285,7 @@ def test_each_attempt_encrypts_its_rows_with_a_new_salt(directory: Path) -> None
     assert shaped.append.column("data").to_pylist() == rows  # compared and spooled as plain text
     assert list(Appender(log, options).send([shaped]))
     assert decrypt_column(directory, log.payloads) == rows
-    assert len({each[6:22] for each in log.payloads}) >= 5  # a salt for each append
+    assert len({each[6:22] for each in log.payloads}) >= 5  # each append has its own salt
 
 
 def test_the_byte_limit_of_an_append_includes_the_envelopes(directory: Path) -> None:

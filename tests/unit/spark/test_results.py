@@ -1,4 +1,4 @@
-"""Files of results: their rows, and which files are visible."""
+"""Files of results: their rows and their visibility."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_a_result_file_name_identifies_its_write(write: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        result_file_name(0, 3, "n-1"),  # the other name ends with this name
+        result_file_name(0, 3, "n-1"),  # the name of the other write ends with this name
         result_file_name(0, 3, "11"),
         "part-00000-0c1d-1.parquet",  # file names of Spark begin alike
         "part-00000-3-1.parquet.crc",

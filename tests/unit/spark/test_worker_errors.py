@@ -98,7 +98,7 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
     [
         WORKER + WALTZ,
         f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{WALTZ}{JAVA}",
-        # As PySpark 4.3 reports it: in a task, on the driver, of a stream, over Connect.
+        # Texts of PySpark 4.3 for an error in a task, on the driver, in a stream, and over Connect.
         f"o42.save.\n: org.apache.spark.PythonException: [PYTHON_EXCEPTION] {WORKER[:-1]} {WALTZ}",
         f"Lost task 0.3 in stage 3.0 (TID 6) (host executor 1): [PYTHON_EXCEPTION] {WORKER}{WALTZ}",
         f"{SOURCE}{WALTZ}{JAVA}",

@@ -311,7 +311,7 @@ def test_an_absent_replica_cannot_be_removed():
     assert terminal.changes == []
 
 
-# ---- what a storage reports, and copying (rule 3)
+# ---- reports of a storage, and copying (rule 3)
 
 
 def test_a_storage_and_a_replica_are_reported():
@@ -372,7 +372,7 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     terminal.open.reverse()
     terminal.carry_out()
     assert terminal.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
-    terminal.carry_out(DiskFailed("no"))  # a waiting request continues nevertheless
+    terminal.carry_out(DiskFailed("no"))  # the waiting request continues
     assert terminal.carry_out() == admin_tasks.SetAvailableTask(1, False)
     assert terminal.carry_out() == admin_tasks.MarkSuspectTask(2)
     assert [(sender, answer.sequence) for sender, answer in terminal.answered[1:]] == [

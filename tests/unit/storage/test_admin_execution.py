@@ -128,7 +128,7 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
     monkeypatch.setattr(
         "waltz_core.storage.service.storage_engine.PartitionLog.open", raise_bad_format
     )
-    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # succeeds nevertheless
+    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # still succeeds
     assert replica_status_of(engine, 1, is_served=False).reason == "rotten"
 
 
@@ -171,7 +171,7 @@ def full_engine():
 
 
 def test_the_state_of_a_replica_is_reported_without_reading_its_files():
-    """The event loop calls this: a hanging disk must not block it, and another thread may write."""
+    """The event loop calls the function: a hanging disk must not block it."""
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
     owner = OwnerSession(5, 1)

@@ -239,7 +239,7 @@ def test_an_archive_of_another_log_is_not_read(archived):
     for connection, reader in ((2, False), (7, True)):
         archived.bench.send(2, mark)
         message = range_of(later, 0, 9, whole_batches=False, reader=reader)
-        archived.bench.send(connection, message)  # before the mark was compared
+        archived.bench.send(connection, message)  # before the storage has compared the mark
         archived.bench.finish()
         assert archived.read() == 0
         found = archived.error(
@@ -247,7 +247,7 @@ def test_an_archive_of_another_log_is_not_read(archived):
         )
         assert isinstance(found, ArchiveUnavailable)
         assert "has not sent" in str(found)
-    # The mark of this log is known to a read that follows it directly.
+    # A read that follows the mark directly already uses the mark.
     archived.bench.send(2, replace(mark, chain=uploaded.chain))
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
 

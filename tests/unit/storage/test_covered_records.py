@@ -45,7 +45,7 @@ def all_records(last):
 
 
 class World:
-    """A directory that 0.13 and this storage write in turn, one at a time."""
+    """A directory to which 0.13 and this version write alternately."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -199,7 +199,7 @@ def test_a_mark_of_0_13_is_not_reported_as_confirmed(world):
 
 
 def test_a_log_below_its_mark_reports_no_session(empty_world):
-    """0.13 sets its mark before it copies records: such a log is unknown, not short."""
+    """0.13 sets its mark before it copies records: the end of such a log is unknown."""
     empty_world.run_0_13(3, 7, records(0, 5))
     assert empty_world.log.prepare(4, NONCE).last_session == NO_SESSION
     empty_world.run_0_13(5, 7, records(5, 3))
@@ -335,7 +335,7 @@ def test_a_later_session_finds_all_records_with_batches(world):
 
 @pytest.mark.parametrize("added", [None, 2])
 def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
-    """This version after a clean stop, or 0.13, which appends records."""
+    """The next start is of this version after a clean stop, or of 0.13, which appends records."""
     cover(world)
     if added is None:
         world.stop()
@@ -419,7 +419,7 @@ def test_unbatched_records_of_an_earlier_version_get_batches(empty_world):
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty_world, restarts):
-    """Another replica has adopted the same records: both would vote for the truncation."""
+    """Another replica has adopted the same records, and both would support the truncation."""
     empty_world.log.prepare(2, NONCE)
     first, second = other_batches(records(0, 10), (6, 4), 2)
     append(empty_world, first)

@@ -160,7 +160,7 @@ def test_adjacent_lost_batches_or_a_lost_last_batch_cannot_be_proved(log, spoile
         log.fill(first, last, slot=Slot(2, damaged=(*HOLE.damaged, IdRange(8, 8))))
 
 
-# ---- blocks that the disk does not give (512 bytes on this one)
+# ---- blocks that the disk cannot read (blocks of 512 bytes in these tests)
 
 
 class LogWithLostBlocks(Log):

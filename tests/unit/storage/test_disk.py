@@ -250,7 +250,7 @@ def test_an_error_of_the_system_names_the_call_and_the_file(tmp_path, monkeypatc
     file.close()
 
 
-# ---- descriptors of the real one
+# ---- descriptors of the real disk
 
 
 @pytest.fixture
@@ -494,7 +494,7 @@ def test_the_in_memory_disk_has_a_capacity():
     assert file.pread(5, 0) == b"again"
 
 
-# ---- what a killed process may have left
+# ---- files that a killed process may have left
 
 
 def test_making_an_existing_directory_syncs_its_parent_if_readable(tmp_path, monkeypatch):
@@ -525,7 +525,7 @@ def test_the_last_file_is_named_only_after_the_others_are_durable():
     assert {frozenset("a"), frozenset("b"), frozenset("abc")} <= seen
 
 
-# ---- what the system's memory keeps
+# ---- the page cache
 
 
 MIB = 1024 * 1024
@@ -556,7 +556,7 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
 
 @pytest.mark.parametrize("has_cut", [False, True])
 def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
-    """The pieces match no folio; after a truncation, the newest part is at the new end."""
+    """The pieces do not match the folios. After a truncation, the newest part is at the new end."""
     kept, size = MIB, 1_088_001
     file = RealDisk(page_cache_bytes_max=kept).open(tmp_path / "f", create=True)
     for count in (16, 14) if has_cut else (16,):
@@ -571,7 +571,7 @@ def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
     if all(in_memory):
         pytest.skip("a file system in memory")
     assert in_memory[-1]
-    # Less than one step is not released, nor a folio in which a step ends.
+    # A part that is smaller than a step is not released, nor a folio in which a step ends.
     assert sum(in_memory) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 

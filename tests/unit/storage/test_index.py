@@ -33,7 +33,7 @@ def test_a_rewrite_over_lost_sectors_keeps_the_header_and_readable_entries():
     index.sync()
     disk.make_unreadable(IDX, 0, 0)
     disk.make_unreadable(IDX, 1_024, 1_024)
-    index.overwrite(130, np.arange(130, 140))  # in the third sector; the first stays lost
+    index.overwrite(130, np.arange(130, 140))  # in the third sector; the first sector stays lost
     assert index.read(130, 170).tolist() == [*range(130, 140), *[0] * 36, *range(176, 300)]
     index.overwrite(3, np.arange(3, 5))
     assert disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES] == BLANK.encode()

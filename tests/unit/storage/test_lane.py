@@ -68,7 +68,7 @@ def test_a_group_is_bounded(monkeypatch):
 def test_requests_are_charged_for_sent_or_requested_bytes():
     least = queue_bytes(OWNER.make(Heartbeat))
     assert queue_bytes(a_read()) == least + 100
-    # An answer is never as large as a peer may request, and locations are small.
+    # Answers have a limited size, whatever a peer requests, and locations are small.
     most = replace(a_read(), bytes_max=(1 << 31) - 1)
     assert queue_bytes(most) == least + RANGE_BYTES_MAX
     assert queue_bytes(replace(most, whole_batches=True)) == least + BATCHES_BYTES_MAX

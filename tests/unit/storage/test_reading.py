@@ -142,11 +142,11 @@ def test_headers_of_large_records_are_returned_in_several_answers(log, monkeypat
     assert log.reader.read_headers(1, 11, 1 << 20).record_count == 1
 
 
-# ---- a disk that does not give bytes
+# ---- a disk that cannot read some bytes
 
 
 class LargeLog(Log):
-    """Twenty batches of five records of 60 bytes in one cold segment, and one more after it."""
+    """Twenty batches of five 60-byte records in one cold segment, and another segment after it."""
 
     batches = ([5] * 20, [3])
 

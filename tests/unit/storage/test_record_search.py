@@ -23,7 +23,7 @@ from waltz_core.storage.files.record_search import (
 
 SEG, IDX = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx"))
 MIB = 1 << 20
-RECORD_BYTES = 60  # of a record as `fill_segment` makes them
+RECORD_BYTES = 60  # the size of a record of `fill_segment`
 NOWHERE = np.zeros(0, dtype=np.int64)
 
 
@@ -80,7 +80,7 @@ def with_later_records(offset):
 
 
 def test_damage_ends_at_a_record_that_the_index_confirms():
-    # Overwrites the middle of 8 up to the middle of 12; earlier records would have space.
+    # The damage is from the middle of 8 up to the middle of 12.
     assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
 
 

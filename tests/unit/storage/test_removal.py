@@ -75,7 +75,7 @@ def test_wiping_a_replica_keeps_its_promise_and_flags(disk, control):
 def test_each_step_is_durable_before_the_next(disk, control, intent):
     """A file system may persist names in any order, unless the directory is synced in between.
 
-    A log that comes back without its slots could not be opened, or be trusted again.
+    A log that reappears without its slots could not be opened, or could not be trusted.
     """
     trace_start = len(disk.trace)
     removal.wipe(disk, HOME, control, intent)

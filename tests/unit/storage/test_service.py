@@ -173,7 +173,7 @@ class Bench:
         return [each for each in self.effects if isinstance(each, kind)]
 
     def owned(self, session_id=1, connection=1, *, engaged=True):
-        """Return an owner whose session is prepared, and engaged if wanted."""
+        """Return an owner whose session is prepared and, if requested, engaged."""
         owner = OwnerSession(session_id)
         prepared = self.ask(connection, prepare(owner))
         assert isinstance(prepared, Prepared)
@@ -337,7 +337,7 @@ def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
 
 
 def requests_of(owner):
-    """Return one request of each kind but `Prepare`."""
+    """Return one request of each kind except `Prepare`."""
     return (
         owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
         owner.make(Truncate, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN),
@@ -678,7 +678,7 @@ def test_the_acked_marker_moves_when_a_log_becomes_idle(bench):
     assert bench.service.wake_at_ms == bench.now_ms + 1000
 
 
-# ---- partitions that come and go
+# ---- added and removed partitions
 
 
 def test_a_dropped_partition_is_not_served_any_more(bench):
@@ -723,7 +723,7 @@ def test_a_damaged_range_is_repaired_in_this_session_or_the_next(bench, session_
     assert bench.ask(1, range_of(owner, 0, 5)).count == 6
 
 
-# ---- damage that comes to light
+# ---- detected damage
 
 
 def reported_damage(bench, connection=1):
@@ -882,7 +882,7 @@ def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
     assert bench.service.scrub_states(bench.now_ms) == []
 
 
-# ---- room
+# ---- disk space
 
 
 def test_free_space_is_rechecked_until_it_suffices(make):
@@ -952,7 +952,7 @@ def flipped_byte(directory, index):
 
 
 def replace_with_copy(directory):
-    """Put an older copy of a partition in its place."""
+    """Replace a partition's directory by an older copy."""
     shutil.copytree(directory, directory.with_name("copy"))
     shutil.rmtree(directory)
     shutil.copytree(directory.with_name("copy"), directory)

@@ -148,7 +148,7 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
         engine.close()
     engine = open_engine(tmp_path)
     assert engine.log(1).prepare(8, KEY).suspect
-    engine.unassign(1, deletes_files=False)  # The control file forgets it.
+    engine.unassign(1, deletes_files=False)  # The control file no longer lists the partition.
     shutil.rmtree(tmp_path / "1")
     log = engine.assign(1)
     assert (log.suspect, log.promised) == (False, -1)
@@ -222,7 +222,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
     engine.re_seed(1)
     log = engine.assign(1)
     assert (log.max_id, log.suspect, log.slot.nonce) == (-1, True, b"\xff" * 16)
-    assert log.promised == 0  # one above what the control file has seen
+    assert log.promised == 0  # one above the session in the control file
     engine.close()
 
 

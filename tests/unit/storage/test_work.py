@@ -202,7 +202,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
     assert [size for suffix, size in preads if suffix == ".seg"] == [995 * 44]
 
 
-# ---- reading again, room
+# ---- repeated reads, disk space
 
 
 def test_a_scrub_piece_returns_the_bytes_read_and_the_next_id(log):
@@ -287,7 +287,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
 
 @pytest.mark.parametrize("reserve_bytes", [2 * NEW_FILES_BYTES, 0])
 def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_bytes):
-    """A reset must not fail halfway: the log could not be used until it is reopened."""
+    """A reset must not fail halfway, because the log could not be used until it is reopened."""
     disk = SimDisk()
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
     engine = StorageEngine.open(

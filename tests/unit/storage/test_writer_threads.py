@@ -123,7 +123,7 @@ async def test_a_hanging_piece_delays_neither_other_pieces_nor_the_shutdown():
     writers.run(other)
     await poll_until(lambda: recorder.outcomes)
     assert recorder.outcomes[0][0] is other
-    writers.end()  # Does not wait.
+    writers.end()  # The call does not wait.
     assert len(recorder.outcomes) == 1
     held.set()
     await poll_until(lambda: len(recorder.outcomes) == 2)

@@ -25,7 +25,7 @@ class Version(NamedTuple):
 
 
 class StoredVersions(list[Version]):
-    """The versions of a table, which several followers may have open."""
+    """The versions of a table, which several followers may share."""
 
     def commit(self, operation: str, rows: dict[str, int] | None = None) -> None:
         """Commit as another program."""
@@ -36,7 +36,7 @@ class StoredVersions(list[Version]):
 class OpenTable:
     """A `FollowedTable` of a follower; `on_step` is called before each step of it.
 
-    Like the tables of files, it is created with its first changes, or by `finish`.
+    Like tables of files, the table is created with its first changes, or by `finish`.
     """
 
     def __init__(

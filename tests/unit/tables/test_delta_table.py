@@ -202,7 +202,7 @@ def test_changes_that_the_table_rejects_are_a_permanent_error(
 def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     path: Path, table: FollowedDeltaTable, is_restore: bool
 ):
-    """A `MERGE` of Spark may succeed after such a commit, and the driver may be killed then."""
+    """A `MERGE` of Spark may succeed after such a commit; then the driver may be killed."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     if is_restore:
         DeltaTable(path).restore(0)
@@ -224,7 +224,7 @@ def test_a_commit_between_the_newest_two_of_the_follower_is_found(
 def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
     path: Path, table: FollowedDeltaTable
 ):
-    """Auto compaction of Spark copies the metadata of the session."""
+    """Auto compaction of Spark copies the commit metadata of the session."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     table.marks(START)
     table.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))

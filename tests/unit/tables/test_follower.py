@@ -239,7 +239,7 @@ def test_a_follower_that_is_killed_at_any_step_continues(step, at):
 
 
 def check_versions(log: LogInMemory, table: StoredVersions) -> None:
-    """Each version is a replay up to its marks."""
+    """Check that each version is a replay up to its marks."""
     for version, marks in zip(table, marks_of(table), strict=True):
         changes = log.replayed(dict.fromkeys(marks, -1), marks)
         assert version.rows == {key: value for key, value in changes.items() if value is not None}
@@ -490,7 +490,7 @@ def test_a_follower_ends_after_a_commit_of_a_follower_with_another_name():
     log, table = LogInMemory([("a", 1), ("a", 2), ("b", 3), ("a", 4)]), StoredVersions()
     follower(log, table).run({0: 2})
     other = TableMarks("other", KEY, {0: -1})
-    follower(log, table, other, count_max=1).run({0: 0})  # an old row over a newer one
+    follower(log, table, other, count_max=1).run({0: 0})  # would replace a newer row by an old row
     with pytest.raises(BadFormat, match=r"version 3 .* by follower 'other' .* has one follower"):
         follower(log, table).run({0: 3})
     follower(log, table, other._replace(marks={})).run({0: 3})

@@ -165,7 +165,7 @@ PAYLOADS = st.fixed_dictionaries(
 )
 
 
-# The library's merge makes null of the struct in transaction 1 (rule 8 of delta_table.py).
+# The merge of deltalake replaces the struct in transaction 1 by null (rule 8 of delta_table.py).
 STRUCT_GROWS = [{"id": 0}, {"id": 1, "c": {"y": 0}}, {"id": 0, "c": {"x": 0}}]
 
 

@@ -45,7 +45,7 @@ class Killed(BaseException):
 
 
 class ArrowLog:
-    """A log of one partition, of one table (`FollowedLog`)."""
+    """A log with one partition, given as an Arrow table (`FollowedLog`)."""
 
     def __init__(self, rows: list[tuple], rules: ChangeRules = RULES) -> None:
         self.rows, self.rules = rows, rules
@@ -73,7 +73,7 @@ class ArrowLog:
 def uri(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """A table in a directory whose name a URL escapes, and in a server that imitates S3."""
+    """The URL of a table: in a directory whose name must be escaped, or in an imitation of S3."""
     if request.param == "directory":
         yield str(tmp_path / "a %table")
         return
@@ -154,7 +154,7 @@ def test_a_repeated_run_writes_no_batch_and_a_later_run_continues(uri: str):
 
 
 def kill_at_call(monkeypatch: pytest.MonkeyPatch, fatal: int, moment: str) -> None:
-    """Kill the process before or after a call that changes the store; the first has number 0."""
+    """Kill the process before or after a call that changes the store; calls are counted from 0."""
     numbers = count()
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,7 +338,7 @@ def test_columns_may_be_added_and_keep_their_types(tmp_path: Path):
     ):
         with pytest.raises(BadConfig, match=message):
             open_table(uri, schema).marks(START)
-    # As docs/tables.md shows it.
+    # As in docs/tables.md.
     query = f"FROM read_parquet('{uri}/batch=*/*.parquet', union_by_name = true)"
     rows = duckdb.sql(f"SELECT _transaction_id, more {query} ORDER BY 1").fetchall()
     assert rows == [(0, None), (1, None), (2, None), (3, 0.5)]

@@ -156,7 +156,7 @@ async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path)
 async def test_denials_leave_room_in_the_file_for_administrative_requests(
     tmp_path, caplog, monkeypatch
 ):
-    """On a full disk, no administrative request could start."""
+    """If denials filled the disk, no administrative request could start."""
     path = tmp_path / "audit"
     async with open_log(path) as log:
         monkeypatch.setattr(audit_log, "DENIALS_FILE_BYTES_MAX", 1_000)
@@ -320,7 +320,7 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
             access.on_token_rejected(Authenticate(REQ_ID, secret), "it is not valid")
         assert (
             access.audit_request(ServerPartitionsRequest(REQ_ID)) is None
-        )  # not only administrators
+        )  # also principals that are not administrators
         assert access.audit_request(ExpireRequest(REQ_ID, 1, 0)) is not None
         assert access.may_begin(Unavailable("no")) is not is_enforced
     assert SECRET.hex() not in (tmp_path / "audit").read_text()

@@ -134,7 +134,8 @@ def test_a_dial_tries_each_address(dns: Dns):
             link.abort("seen")
         finally:
             await listener.close()
-        # A refused connection to one of several addresses does not prove a dead process.
+        # If one of several addresses refuses a connection, this does not prove that the process is
+        # dead.
         with pytest.raises(Unreachable) as caught:
             await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
         assert not isinstance(caught.value.__cause__, ConnectionRefusedError)

@@ -157,7 +157,7 @@ async def test_a_0_13_client_over_the_limit_is_disconnected_unprocessed(files, m
         links[0].send(requests[0])
         await poll_until(lambda: port.peer.messages)
         monkeypatch.setattr(net, "CLOSE_S_MAX", 0.01)
-        links[1].send_all(requests[1:])  # not answered: 0.13 does not know this error
+        links[1].send_all(requests[1:])  # not answered, because 0.13 lacks this error
         await links[1].wait_closed()
         assert port.peer.messages == requests[:1]
         links[0].abort("done")
@@ -179,7 +179,7 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
         granted = sum(each is None for each in denials)
         assert granted < 50
         assert {type(each) for each in denials[granted:]} == {Overloaded}
-        # The errors apply once: otherwise the same requests are permitted.
+        # Each error occurs once; without it, the same requests are permitted.
         assert [peer.denial(each) for each in port.peer.messages] == [None] * 100
         link.abort("done")
 
@@ -197,7 +197,7 @@ async def test_limits_are_those_of_the_newest_revision(files, token_file):
         assert any(isinstance(peer.denial(each), Overloaded) for each in port.peer.messages)
         port.apply(dataclasses.replace(permissions_with_limits(revision=9), limits={}))
         assert peer.access.quota is None
-        # The feeds of the connection were not counted so far: the client has to mount again.
+        # The feeds of the connection were not counted before, so the client must mount again.
         port.apply(permissions_with_limits(revision=10, feeds=3))
         await link.wait_closed()
 

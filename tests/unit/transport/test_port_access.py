@@ -127,7 +127,7 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
 
 
 async def dial_port(address, connect, protocol=WireProtocol.STORAGE, **settings):
-    """Dial as a client with this connect string does; return the closed link."""
+    """Dial like a client with this connect string; return the closed link."""
     context = tls.dial_context(ClientConfig(**settings), connect)
     link = await net.dial(protocol, address, ssl=context)
     link.close("done")
@@ -167,7 +167,7 @@ async def test_the_certificate_determines_the_principal(files, authority, tmp_pa
         shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
         await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["ann"]
-        # Without a certificate, and with one that has no principal.
+        # Without a certificate, and with a certificate that has no principal.
         await dial_port(port.address, trusting_connect_string(files))
         shown = certificate_settings(ca, tmp_path, "reserved", common_name="other")
         await dial_port(port.address, trusting_connect_string(files), **shown)
@@ -510,7 +510,7 @@ GRANTED = dataclasses.replace(
         Grant("anonymous", False, READ, None),
     ),
 )
-# The token of another principal, and a key that has issued other proofs.
+# A token of another principal, and a proof with another key.
 OTHER_GRANTS = dataclasses.replace(
     GRANTED,
     grants=(Grant("ann", False, APPEND, None),),
