@@ -134,7 +134,7 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
     for request in (
         messages.MountRequest(
             req(1), -2, 0
-        ),  # valid for this version, but not for a 0.13 client
+        ),  # not valid for a 0.13 client
         messages.AddPreferredRequest(req(0), ()),
         messages.RemovePreferredRequest(req(0), ()),
     ):
