@@ -1,4 +1,4 @@
-"""A test bench for a partition's replication: modeled storages and ZooKeeper, stepped by a test.
+"""A test world for a partition's replication: modeled storages and ZooKeeper, stepped by a test.
 
 The test controls every step: `deliver` passes the next request to a storage, and the answer to the
 machine. `run` continues until no work is left.
@@ -21,7 +21,7 @@ A, B, C, D, E = (f"storage{n}:1" for n in range(5))
 LIMITS = SessionLimits(lag_bytes_max=500, range_bytes_max=300)
 
 
-class Bench:
+class ReplicationWorld:
     """The machine of one partition, with modeled storages and ZooKeeper."""
 
     def __init__(self, *names, state=MarkerState.NEW, limits=LIMITS):
@@ -219,8 +219,8 @@ class Bench:
         self.marker_version += 1
 
     def other_server(self):
-        """Return another server's bench over the same storages and the same ZooKeeper."""
-        other = Bench(*self.names)
+        """Return another server's world over the same storages and the same ZooKeeper."""
+        other = ReplicationWorld(*self.names)
         other.storages, other.storage_ids = self.storages, self.storage_ids
         other.store = other._new_store(other.limits)
         other.check_replica_states(self)
@@ -249,4 +249,4 @@ class Bench:
         return {name: self.storages[name].payloads() for name in self.names}
 
 
-__all__ = ["KEY", "LIMITS", "A", "B", "Bench", "C", "D", "E", "wire"]
+__all__ = ["KEY", "LIMITS", "A", "B", "C", "D", "E", "ReplicationWorld", "wire"]
