@@ -70,7 +70,7 @@ class ArchivedLog(NamedTuple):
 
     def batches(self, first, last):
         """Return the chain before first..last, and the batches that touch it."""
-        inside = [each for each in self.lineage if each.last >= first and each.first <= last]
+        inside = [entry for entry in self.lineage if entry.last >= first and entry.first <= last]
         at = self.lineage.index(inside[0])
         return self.lineage[at - 1].chain if at else GENESIS_CHAIN, tuple(inside)
 

@@ -154,7 +154,7 @@ def is_log_complete(world: ScenarioSetup) -> bool:
     with world.open() as client:
         last = client.high_water_mark(world.partition, linearizable=True)
         chunks = client.read_range(world.partition, 0, last, form=RangeForm.HEADERS)
-        headers = np.concatenate([np.frombuffer(each.records, HEADER_DTYPE) for each in chunks])
+        headers = np.concatenate([np.frombuffer(chunk.records, HEADER_DTYPE) for chunk in chunks])
     is_dense = np.array_equal(headers["transaction_id"], np.arange(last + 1))
     return is_dense and np.unique(headers["req_id"]).size == headers.size
 
@@ -508,7 +508,7 @@ def an_append_rejected_because_of_one_in_flight_may_depend_on_it(world: Scenario
         with pytest.raises(errors.LockFailed) as caught:
             late.result(TEST_TIMEOUT_S)
         pipelined_state = caught.value.pipelined_state
-        assert [each.data for each in pipelined_state.predecessors] == [b"first"]
+        assert [predecessor.data for predecessor in pipelined_state.predecessors] == [b"first"]
         again = client.append(b"second", **{**fields, "pipelined": pipelined_state})
         assert again.result(TEST_TIMEOUT_S) == mark + 2
 
@@ -525,13 +525,16 @@ def a_dependent_append_is_not_ahead_of_other_locks(world: ScenarioSetup) -> None
         with pytest.raises(errors.LockFailed) as caught:
             late.result(TEST_TIMEOUT_S)
         pipelined_state = caught.value.pipelined_state
-        assert [each.data for each in pipelined_state.predecessors] == [b"first"]
+        assert [predecessor.data for predecessor in pipelined_state.predecessors] == [b"first"]
         fields["write_locks"] = [*hot, *other]
         again = client.append(b"again", **{**fields, "pipelined": pipelined_state})
         with pytest.raises(errors.LockFailed) as caught:
             again.result(TEST_TIMEOUT_S)
         pipelined_state = caught.value.pipelined_state
-        assert [each.data for each in pipelined_state.predecessors] == [b"first", b"other"]
+        assert [predecessor.data for predecessor in pipelined_state.predecessors] == [
+            b"first",
+            b"other",
+        ]
         at_last = client.append(b"at last", **{**fields, "pipelined": pipelined_state})
         assert at_last.result(TEST_TIMEOUT_S) == mark + 3
 

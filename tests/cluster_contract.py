@@ -70,7 +70,7 @@ async def run_meanwhile(*coroutines: Awaitable[object]) -> AsyncIterator[None]:
     """Run endless coroutines for the duration of the block; the block raises their errors."""
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_await(each)) for each in coroutines]
+        tasks = [group.create_task(_await(coroutine)) for coroutine in coroutines]
         try:
             yield
         finally:

@@ -67,9 +67,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     """Give long tests more time."""
-    for each in items:
-        if each.path.parent.name in LONG_TEST_FOLDERS:
-            each.add_marker(pytest.mark.timeout(3 * TEST_TIMEOUT_S))
+    for item in items:
+        if item.path.parent.name in LONG_TEST_FOLDERS:
+            item.add_marker(pytest.mark.timeout(3 * TEST_TIMEOUT_S))
 
 
 def pytest_warning_recorded(warning_message, nodeid):

@@ -99,7 +99,7 @@ class Wire:
         self.send_bytes(FRAME.pack(CLIENT, self.version, 17 + len(body)) + bytes([kind]), req, body)
 
     def send_bytes(self, *pieces):
-        pack = [each.pack() if isinstance(each, Req) else each for each in pieces]
+        pack = [piece.pack() if isinstance(piece, Req) else piece for piece in pieces]
         self._writer.write(b"".join(pack))
 
     async def receive(self):

@@ -98,7 +98,7 @@ class LockTable:
 
     def estimate(self, locks: Iterable[int]) -> int:
         return max(
-            (min(self.marks[slot] for slot in self.slots(each)) for each in locks), default=-1
+            (min(self.marks[slot] for slot in self.slots(lock)) for lock in locks), default=-1
         )
 
 
@@ -279,10 +279,10 @@ class OriginalServer:
         peer.version = max(common)
 
     async def _frame(self, reader: asyncio.StreamReader, magic: int, version: int) -> bytes:
-        found = HELLO.unpack(await reader.readexactly(HELLO.size))
-        if found[:2] != (magic, version):
+        unpacked = HELLO.unpack(await reader.readexactly(HELLO.size))
+        if unpacked[:2] != (magic, version):
             raise Dropped
-        return await reader.readexactly(found[2])
+        return await reader.readexactly(unpacked[2])
 
     async def _take(self, peer: Peer, frame: bytes) -> None:
         payload = Payload(frame)
@@ -436,7 +436,9 @@ class OriginalServer:
         peer.send(16, req_id, struct.pack(f">{len(owned) + 1}i", len(owned), *owned))
 
     async def _health(self, peer: Peer, req_id: bytes, _payload: Payload) -> None:
-        entries = b"".join(struct.pack(">i?", each, True) for each in sorted(self.partitions))
+        entries = b"".join(
+            struct.pack(">i?", partition, True) for partition in sorted(self.partitions)
+        )
         peer.send(22, req_id, struct.pack(">i", len(self.partitions)) + entries)
 
 

@@ -47,8 +47,8 @@ async def stop_listening(server: asyncio.Server) -> None:
     server closes between them (python/cpython#109564).
     """
     loop = asyncio.get_running_loop()
-    for each in server.sockets:
-        loop.remove_reader(each.fileno())
+    for listener in server.sockets:
+        loop.remove_reader(listener.fileno())
     for _ in range(3):  # the task that accepts, `connection_made`, the end of that task
         await asyncio.sleep(0)
     server.close()

@@ -83,7 +83,7 @@ class PostgresServer:
         log = self.directory / "log"
         command = [str(self._programs / "postgres"), "-D", str(self.directory / "data")]
         command += ["-k", str(self.directory), "-c", "listen_addresses="]
-        command += [part for each in SERVER_SETTINGS for part in ("-c", each)]
+        command += [part for server_setting in SERVER_SETTINGS for part in ("-c", server_setting)]
         with log.open("ab") as output:
             server = subprocess.Popen(
                 command,

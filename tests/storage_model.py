@@ -104,7 +104,7 @@ class ModeledLog:
     def chain_at(self, last):
         if last == BEFORE_FIRST:
             return GENESIS_CHAIN
-        return next((one.chain for one in self.entries if one.last == last), None)
+        return next((entry.chain for entry in self.entries if entry.last == last), None)
 
     def cut_model(self, last):
         """Truncate the model; a truncated batch gets a new chain."""
@@ -196,7 +196,7 @@ class ModeledLog:
         self.entries += entries
         run = b"".join(records)
         lengths = raw_records.lengths_from_wire(
-            b"".join(len(one).to_bytes(4, "big") for one in records), len(run)
+            b"".join(len(record).to_bytes(4, "big") for record in records), len(run)
         )
         self.log.append(self.session, first, lengths, memoryview(run), chain, entries)
         self.confirmed = max(self.confirmed, self.log.confirmed_low_water_mark)
@@ -209,7 +209,9 @@ class ModeledLog:
         self.sync()
         low = max(self.log.confirmed_low_water_mark, self.max_id - 30)
         last = self.rng.randint(low, self.max_id)
-        base = max((one.last for one in self.entries if one.last <= last), default=BEFORE_FIRST)
+        base = max(
+            (entry.last for entry in self.entries if entry.last <= last), default=BEFORE_FIRST
+        )
         self.cut_to = last
         found = self.log.truncate(self.session, last, base, self.chain_at(base))
         self.cut_model(last)

@@ -65,7 +65,7 @@ class WrittenLog(NamedTuple):
     def command(self, table: Path | str, *more: str, columns: Sequence[str] = COLUMNS) -> list[str]:
         return [
             *["follow", str(table), "--connect", self.connect, "--key", "id"],
-            *[word for each in columns for word in ("--column", each)],
+            *[word for column in columns for word in ("--column", column)],
             *["--header", "1", "--header", str(DELETE_HEADER)],
             *["--delete-header", str(DELETE_HEADER), "--delete-where", "op = 'D'"],
             *["--batch-transactions", "25", "--interval-s", "0.05", *more],
@@ -85,14 +85,14 @@ def running_log(place: Path) -> Iterator[WrittenLog]:
     """Run a local cluster in a directory, and append the first transactions."""
     options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITION_COUNT}
     with running_cluster(place, **options) as cluster:
-        found = WrittenLog(cluster.connect, [[] for _ in range(PARTITION_COUNT)])
+        written = WrittenLog(cluster.connect, [[] for _ in range(PARTITION_COUNT)])
         with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
-            found.append(client, 1)
-        yield found
+            written.append(client, 1)
+        yield written
 
 
 def end_marks(written: WrittenLog) -> dict[int, int]:
-    return {each: len(log) - 1 for each, log in enumerate(written.log)}
+    return {number: len(log) - 1 for number, log in enumerate(written.log)}
 
 
 def read_table(table: Path | str, version: int | None = None) -> TableRows:
@@ -115,7 +115,9 @@ def _without_nulls(value: object) -> object:
 
 def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
     commits = DeltaTable(table).history()
-    return {each["version"]: dict(decode_marks(each["userMetadata"]).marks) for each in commits}
+    return {
+        commit["version"]: dict(decode_marks(commit["userMetadata"]).marks) for commit in commits
+    }
 
 
 def check_versions(
@@ -125,5 +127,5 @@ def check_versions(
     before = dict.fromkeys(range(PARTITION_COUNT), -1)
     for version, marks in sorted(marks_by_version(table).items()):
         assert read_table(table, version) == written.replayed(marks, changes)
-        assert all(mark >= before.get(each, -1) for each, mark in marks.items())
+        assert all(mark >= before.get(partition, -1) for partition, mark in marks.items())
         before = marks

@@ -101,7 +101,7 @@ def main() -> int:
 
 def _missing_effects(outcomes: list[RoundOutcome]) -> list[str]:
     """Return the expected effects of kills that did not occur; empty if there were few kills."""
-    counts = sum((each.counts for each in outcomes), Counter[str]())
+    counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
     if counts["killed: store"] < KILLS_MIN or counts["killed: storage"] < KILLS_MIN:
         return []
     expected = ("failed uploads", "failed attempts", "collected files of failed attempts")

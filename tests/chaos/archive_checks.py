@@ -108,7 +108,7 @@ class SavedArchive:
             chains = [batch.chain for batch in opened.verify()]
             assert chains[-1] == entry.chain, entry.name
             return b"".join(
-                bytes(opened.read_row_group(each).records) for each in range(opened.group_count)
+                bytes(opened.read_row_group(number).records) for number in range(opened.group_count)
             )
 
 
@@ -131,7 +131,9 @@ def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
 def is_archived(cluster: ChaosCluster, lasts: Mapping[int, int]) -> bool:
     """Return whether the archive has each partition up to the given ID."""
     marks = recorded_marks(cluster)
-    return all(each in marks and marks[each].last >= last for each, last in lasts.items())
+    return all(
+        partition in marks and marks[partition].last >= last for partition, last in lasts.items()
+    )
 
 
 def copy_archive(cluster: ChaosCluster, directory: Path) -> SavedArchive:
@@ -165,14 +167,14 @@ def local_differences(local_logs: Iterable[tuple[str, dict[int, LocalLog]]], log
 
 def count_events(cluster: ChaosCluster) -> Counter[str]:
     """Return how often each event of `EVENT_PATTERNS` was logged, or how many files it deleted."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name in (*cluster.cluster_size.names("server"), *cluster.cluster_size.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
         for event_name, event in EVENT_PATTERNS.items():
-            found[event_name] += sum(
-                int(each[1]) if event.groups else 1 for each in event.finditer(text)
+            counts[event_name] += sum(
+                int(match_[1]) if event.groups else 1 for match_ in event.finditer(text)
             )
-    return found
+    return counts
 
 
 def now_ms() -> int:

@@ -150,7 +150,7 @@ class Application:
 
     def await_marks(self, marks: dict[int, int]) -> None:
         """Wait until the feed has reached the given marks."""
-        while any(self._feed.marks.get(each, -1) < mark for each, mark in marks.items()):
+        while any(self._feed.marks.get(partition, -1) < mark for partition, mark in marks.items()):
             time.sleep(SEND_INTERVAL_S)
         self._feed.flush()
 
@@ -282,7 +282,7 @@ def main(connect: str, name: str, directory: str) -> None:
         for line in sys.stdin:
             word, _, rest = line.strip().partition(" ")
             if word == "end":
-                marks.update({int(each): mark for each, mark in json.loads(rest).items()})
+                marks.update({int(partition): mark for partition, mark in json.loads(rest).items()})
                 may_end.set()
             stopping.set()
         stopping.set()

@@ -347,7 +347,7 @@ class ChaosCluster:
                 segments = sorted(directory.glob("*.seg"))
                 found[int(directory.name)] = LocalLog(
                     int(segments[0].stem) if segments else 0,
-                    b"".join(each.read_bytes()[SEGMENT_HEADER_BYTES:] for each in segments),
+                    b"".join(segment.read_bytes()[SEGMENT_HEADER_BYTES:] for segment in segments),
                 )
         return found
 
@@ -400,8 +400,8 @@ class ChaosCluster:
     def _are_equal(self, logs: list[LocalLog]) -> bool:
         longest = min(logs)
         if not self.cluster_size.stores:
-            return all(each == longest for each in logs)
-        return all(each.records and longest.records.endswith(each.records) for each in logs)
+            return all(log == longest for log in logs)
+        return all(log.records and longest.records.endswith(log.records) for log in logs)
 
     def log_path(self, name: str) -> Path:
         """Return the path of a member's log."""
@@ -433,7 +433,7 @@ class ChaosCluster:
         self.run_command(
             *("cluster", "create", self.connect, "--name", "chaos"),
             *("--partitions", str(self.cluster_size.partitions)),
-            *(f"--storage={each.address}:{ADMIN_PORT}" for each in storages),
+            *(f"--storage={storage.address}:{ADMIN_PORT}" for storage in storages),
             *("--if-absent", "--timeout-s", str(TEST_TIMEOUT_S)),
         )
 

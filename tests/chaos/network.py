@@ -261,10 +261,10 @@ def both_ways(sources: Iterable[str], targets: Iterable[str]) -> list[Link]:
     others = list(targets)
     return [
         link
-        for one in sources
+        for source in sources
         for other in others
-        for link in ((one, other), (other, one))
-        if one != other
+        for link in ((source, other), (other, source))
+        if source != other
     ]
 
 

@@ -383,7 +383,8 @@ class Round:
         except subprocess.CalledProcessError:
             return False
         return all(
-            set(each["engaged"]) == set(view["storages"]) for each in view["partitions"].values()
+            set(partition["engaged"]) == set(view["storages"])
+            for partition in view["partitions"].values()
         )
 
     def _run_without_faults(self) -> None:
@@ -470,8 +471,8 @@ class Round:
         self._await_archive("all transactions are archived, and the garbage is collected", is_clean)
         if orphans:
             outcome.wrong.append(f"{len(orphans)} files are not collected: {orphans[:3]}")
-        found = archive_checks.copy_archive(cluster, directory)
-        outcome.wrong += found.differences(log)
+        archive = archive_checks.copy_archive(cluster, directory)
+        outcome.wrong += archive.differences(log)
         names = self._schedule.cluster_size.names("storage")
         differences = [""]
 
@@ -487,11 +488,11 @@ class Round:
         if not verified["passed"]:
             outcome.wrong.append(f"archive verify: {verified}")
         counts = archive_checks.count_events(cluster)
-        counts["objects"] = sum(map(len, found.objects.values()))
+        counts["objects"] = sum(map(len, archive.objects.values()))
         counts["verified objects"] = sum(
             each["objects"] for each in verified["partitions"].values()
         )
-        counts["files in the archive"] = len(found.files)
+        counts["files in the archive"] = len(archive.files)
         if counts["verified objects"] != counts["objects"]:
             outcome.wrong.append(f"archive verify has not read all objects: {counts}")
         outcome.counts.update(counts)
@@ -501,7 +502,7 @@ class Round:
         cluster, outcome = self._cluster, self.outcome
         with cluster.client() as client:
             log = read_log(client)
-        self._applications.end({each: log.last(each) for each in log.sessions})
+        self._applications.end({session: log.last(session) for session in log.sessions})
         self._applications.poll()
         try:
             cluster.wait_until(
@@ -523,8 +524,8 @@ class Round:
             + self._forbidden_log_lines()
         )
         outcome.gap_s = max(
-            longest_gap_s(self._applications.client_runs, each, since_s=began_s, until_s=ended_s)
-            for each in log.sessions
+            longest_gap_s(self._applications.client_runs, session, since_s=began_s, until_s=ended_s)
+            for session in log.sessions
         )
 
     def _forbidden_log_lines(self) -> list[str]:

@@ -88,9 +88,9 @@ class _Supervised:
 
     def end_sessions(self) -> None:
         """Kill all its processes that still run (rule 3)."""
-        for each in self._sessions:
+        for session in self._sessions:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(each, signal.SIGKILL)
+                os.killpg(session, signal.SIGKILL)
         if self._child is not None:
             self._child.wait()
             self._child = None
@@ -167,8 +167,8 @@ class SparkFollower:
             return False
         try:
             victims = self._victims(driver, target)
-            for each in victims:
-                each.kill()
+            for victim in victims:
+                victim.kill()
         except psutil.NoSuchProcess:
             return False
         if driver in victims:
@@ -176,13 +176,13 @@ class SparkFollower:
         return bool(victims)
 
     def _victims(self, driver: psutil.Process, target: str) -> list[psutil.Process]:
-        java = [each for each in driver.children() if each.name() == "java"]
-        executors = [each for one in java for each in one.children() if each.name() == "java"]
+        java = [child for child in driver.children() if child.name() == "java"]
+        executors = [child for one in java for child in one.children() if child.name() == "java"]
         if target == "executor":
             return executors[-1:]
         if target == "worker":  # a fork of the daemon, which is a child of its executor
-            daemons = [each for one in executors for each in one.children()]
-            return [each for one in daemons for each in one.children()][:1]
+            daemons = [child for one in executors for child in one.children()]
+            return [child for one in daemons for child in one.children()][:1]
         return {"driver": [*java, driver], "python": [driver], "java": java}[target]
 
     def finish(self) -> list[str]:

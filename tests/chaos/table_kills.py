@@ -154,7 +154,10 @@ class TableKills:
         weights = {**self._follower.targets, **MEMBERS}
         with WaltzClient(self._cluster.connect, PATIENT_CLIENT) as client:
             while self.outcome.kills.total() < kills:
-                before = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+                before = {
+                    int(partition): int(mark)
+                    for partition, mark in client.high_water_marks().items()
+                }
                 self._await_moment()
                 (victim,) = self._rng.choices([*weights], [*weights.values()])
                 if not self._kill(victim):
@@ -203,7 +206,7 @@ class TableKills:
         if victim not in MEMBERS:
             self._start_later(self._follower.start)
             return self._follower.kill(victim)
-        names = [each.name for each in self._cluster.members if each.kind == victim]
+        names = [member.name for member in self._cluster.members if member.kind == victim]
         name = self._rng.choice(names)
         if self._cluster.member(name).process() is None:
             return False
@@ -234,7 +237,7 @@ class TableKills:
                 return False
             found = marks_by_version(self._table)
             newest = found[max(found)]
-            return all(newest[each] >= mark for each, mark in marks.items())
+            return all(newest[partition] >= mark for partition, mark in marks.items())
 
         wait_until(f"the marks {marks} in the table", has_marks)
 
@@ -361,8 +364,8 @@ def main() -> int:
     outcome = play(seed, arguments.kills, arguments.follower, arguments.directory, print_line)
     for wrong in outcome.wrong:
         print_line(f"WRONG: {wrong}")
-    for each in outcome.unexpected_ends:
-        print_line(f"the follower {each}")
+    for ending in outcome.unexpected_ends:
+        print_line(f"the follower {ending}")
     print_line(f"kills: {dict(outcome.kills)}; {dict(outcome.counts)}")
     print_line(
         f"{len(outcome.wrong)} wrong; table and logs are in {arguments.directory}"

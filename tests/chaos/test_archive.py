@@ -114,9 +114,9 @@ def test_objects_with_other_records_or_with_a_gap_are_detected(tmp_path, log):
     last = found.objects[PARTITION_ID][-1].name
     assert found.differences(expected) == [f"{last} has other records than the log"]
     del found.objects[PARTITION_ID][1]
-    assert any("expected 51" in each for each in found.differences(expected))
+    assert any("expected 51" in difference for difference in found.differences(expected))
     del found.objects[PARTITION_ID][-1]
-    assert any("end at" in each for each in found.differences(expected))
+    assert any("end at" in difference for difference in found.differences(expected))
 
 
 def test_local_logs_are_a_part_of_the_log_and_bounded(log):

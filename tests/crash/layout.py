@@ -67,9 +67,9 @@ def _newer(data, at):
 def control(key, structures, created_ms=1):
     """Return the bytes of a control file with the given current structures."""
     parts = [CONTROL.pack(0, created_ms, key, len(structures))]
-    for number, one in enumerate(structures):
-        older = one._replace(sequence=one.sequence - 1)
-        parts.append(struct.pack(">i", number) + _structure(older) + _structure(one))
+    for number, structure in enumerate(structures):
+        older = structure._replace(sequence=structure.sequence - 1)
+        parts.append(struct.pack(">i", number) + _structure(older) + _structure(structure))
     return b"".join(parts)
 
 
@@ -89,9 +89,9 @@ def segment(key, partition, first, records):
     """Return the bytes of a .seg file and of its .idx file."""
     head = SEGMENT.pack(0, 1, key, partition, first)
     at, starts = HEADER_BYTES, []
-    for one in records:
+    for record in records:
         starts.append(at.to_bytes(8, "big"))
-        at += len(one)
+        at += len(record)
     return head + b"".join(records), head + b"".join(starts)
 
 

@@ -172,7 +172,9 @@ def _mismatch(history, found):
         if record and record != history.records[position]:
             return f"record {position} is another one"
     start = found.start.transaction_id
-    if found.entries != tuple(one for one in history.entries if start < one.last <= found.last):
+    if found.entries != tuple(
+        entry for entry in history.entries if start < entry.last <= found.last
+    ):
         return "other batches"
     if found.entries and found.entries[-1].last != found.last:
         return f"ends at {found.last}, where no batch ends"
@@ -208,7 +210,7 @@ def _newer_slot(content):
 
 
 def _check_indexes(files, directory, marker, start):
-    paths = sorted(one for one in files if one.parent == directory and one.suffix == ".seg")
+    paths = sorted(file for file in files if file.parent == directory and file.suffix == ".seg")
     for path, after in zip_longest(paths, paths[1:]):
         content, index = files[path], files.get(path.with_suffix(".idx"), b"")
         first, at = int(path.stem), 128

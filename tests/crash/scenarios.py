@@ -308,7 +308,7 @@ class Scenario:
     def _synced(self, partition):
         last, history = self.log(partition).synced_max, self.histories[partition]
         assert history.acked <= last < len(history.records)
-        entries = tuple(one for one in history.entries if one.last <= last)
+        entries = tuple(entry for entry in history.entries if entry.last <= last)
         self.histories[partition] = History(history.records[: last + 1], entries, last)
         self.acknowledge()
 
@@ -318,7 +318,7 @@ class Scenario:
         records, entries = make_batches(
             len(history.records), counts, log.promised, log.chain, self.rng, bytes_max=bytes_max
         )
-        lengths = np.array([len(one) for one in records], dtype=np.int64)
+        lengths = np.array([len(record) for record in records], dtype=np.int64)
         after = History((*history.records, *records), (*history.entries, *entries), history.acked)
         run, first = b"".join(records), len(history.records)
         self.call(

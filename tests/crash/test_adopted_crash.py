@@ -50,7 +50,7 @@ class World:
     disk: SimDisk = field(default_factory=SimDisk)
 
     def __post_init__(self):
-        self.records = [layout.record(one, self.rng.randbytes(50)) for one in range(35)]
+        self.records = [layout.record(number, self.rng.randbytes(50)) for number in range(35)]
         self.disk.make_directory(ROOT)
         write_files_of_0_13(self.disk, self.records, session=1, mark=29)
         self.open()

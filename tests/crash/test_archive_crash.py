@@ -157,11 +157,11 @@ class CrashChecks:
 
     def check(self, contents, recorded, where):
         self.counts["states"] += 1
-        found = names_in(contents)
-        for name, data in found.items():
+        names = names_in(contents)
+        for name, data in names.items():
             if not name.endswith(TEMPORARY_SUFFIX) and data != self.complete[name]:
                 raise StateLost(f"{where}: {name} is not complete")
-        if missing := self.files_of_manifest(recorded) - found.keys():
+        if missing := self.files_of_manifest(recorded) - names.keys():
             raise StateLost(f"{where}: {sorted(missing)} are not there")
 
     def lose_power(self, changes, begin=0, *, keeps=None):
@@ -197,7 +197,7 @@ def test_power_is_lost_at_every_change(recorder, record_property):
     crashes.lose_power(recorder.changes)
     record_property("crash of an archive: states", crashes.counts["states"])
     assert crashes.counts["states"] > STATES_MIN
-    last = [each.what for each in recorder.changes if isinstance(each, PositionMarker)][-1]
+    last = [change.what for change in recorder.changes if isinstance(change, PositionMarker)][-1]
     verify(recorder.store(), last)
 
 
@@ -256,10 +256,12 @@ def test_a_file_renamed_before_its_sync_is_detected(recorder):
 
 def test_an_unsynced_folder_is_detected(recorder):
     changes = recorder.changes
-    folders = {each.path for each in changes if isinstance(each, SyncDirectory)}
+    folders = {change.path for change in changes if isinstance(change, SyncDirectory)}
     assert len(folders) == 6  # from the archive's parent down to the folder of the objects
     for folder in sorted(folders):
         remaining_changes = [
-            each for each in changes if not isinstance(each, SyncDirectory) or each.path != folder
+            change
+            for change in changes
+            if not isinstance(change, SyncDirectory) or change.path != folder
         ]
         assert is_detected(recorder, remaining_changes), folder

@@ -51,11 +51,11 @@ def corrupt_directory(rng):
     names = sorted(path for path in files if path.name != "waltz-x.reserve")
     changed_paths = set()
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        path = rng.choice([one for one in names if one in files])
+        path = rng.choice([name for name in names if name in files])
         kind = rng.choice(KINDS)
         changed_paths.add(path)
         if kind in {"swap", "copy"}:
-            other = rng.choice([one for one in names if one in files])
+            other = rng.choice([name for name in names if name in files])
             if kind == "swap":
                 files[path], files[other] = files[other], files[path]
                 changed_paths.add(other)
@@ -160,7 +160,8 @@ def check_result(seed):
         unreadable = read_all(log, history)
         was_wrong = bool(unreadable) or log.suspect or log.last_session < 0
         assert (
-            unreadable <= {one for first, last in log.damaged for one in range(first, last + 1)}
+            unreadable
+            <= {number for first, last in log.damaged for number in range(first, last + 1)}
             or log.suspect
         )
         if log.max_id < len(history.records) - 1:

@@ -170,8 +170,8 @@ def original_directory(*, counts, mark, torn):
     for count in counts:
         rng = Random(first)
         records = [
-            layout.record(one, rng.randbytes(rng.randint(0, 300)))
-            for one in range(first, first + count)
+            layout.record(number, rng.randbytes(rng.randint(0, 300)))
+            for number in range(first, first + count)
         ]
         seg, idx = layout.segment(KEY, 0, first, records)
         files[ROOT / "0" / f"{first:019d}.seg"] = seg

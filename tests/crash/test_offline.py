@@ -55,7 +55,7 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     assert wrong == []
     # The structure of Waltz 0.13 is written after the slot of this version. So after a crash, it
     # may be older than the slot.
-    assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
+    assert [note for note in notes if "expected session" not in note] == [NOT_ASSIGNED]
 
 
 @pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])

@@ -43,7 +43,7 @@ def fill(log, rng):
 def append(log, counts, rng):
     for count in counts:
         records, entries = make_batches(log.max_id + 1, [count], log.promised, log.chain, rng)
-        lengths = np.array([len(one) for one in records], dtype=np.int64)
+        lengths = np.array([len(record) for record in records], dtype=np.int64)
         log.append(log.promised, log.max_id + 1, lengths, b"".join(records), log.chain, entries)
         log.sync()
 

@@ -85,7 +85,9 @@ def test_corruption_is_reported_and_never_served(seed):
     except Damaged:
         return
     damaged = read_and_compare(world)
-    assert damaged <= {one for first, last in world.log.damaged for one in range(first, last + 1)}
+    assert damaged <= {
+        number for first, last in world.log.damaged for number in range(first, last + 1)
+    }
     if world.log.suspect:
         return
     assert world.log.max_id >= safe

@@ -99,8 +99,8 @@ def assigned_replicas(cluster: LocalCluster) -> dict[int, set[str]]:
     assert isinstance(storages, dict)
     assert isinstance(partitions, dict)
     return {
-        int(each): {name for name, held in storages.items() if int(each) in held}
-        for each in partitions
+        int(partition): {name for name, held in storages.items() if int(partition) in held}
+        for partition in partitions
     }
 
 

@@ -66,9 +66,9 @@ class DiagnosedCluster:
 
     def cluster(self) -> LocalCluster:
         """Return the current state of the cluster; printed commands may have started processes."""
-        found = LocalCluster(self.directory, settings=self._settings)
-        self.started.append(found)
-        return found
+        cluster = LocalCluster(self.directory, settings=self._settings)
+        self.started.append(cluster)
+        return cluster
 
     def write(self, connect: str) -> None:
         """Commit some rows in each partition."""
@@ -146,10 +146,10 @@ def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
     """Wait until the doctor has exactly these findings; return them."""
     deadline = time.monotonic() + TEST_TIMEOUT_S
     while True:
-        found = run_doctor(*words)
-        if set(names) == {each["name"] for each in found}:
-            return found
-        assert time.monotonic() < deadline, f"expected the findings {set(names)}, found {found}"
+        findings = run_doctor(*words)
+        if set(names) == {finding["name"] for finding in findings}:
+            return findings
+        assert time.monotonic() < deadline, f"expected the findings {set(names)}, found {findings}"
         time.sleep(PAUSE_S)
 
 

@@ -73,7 +73,7 @@ def paused_process(cluster: LocalCluster, name: str) -> Iterator[None]:
     def all_stopped() -> bool:
         """Whether each thread has stopped; one may still be executing a rename."""
         try:
-            states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
+            states = [path.read_text().rpartition(") ")[2][0] for path in threads.glob("*/stat")]
         except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
             return False
         return {*states} == {"T"}
@@ -275,7 +275,7 @@ def show_partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
 
 def owner_addresses(cluster: LocalCluster) -> set[object]:
     """Return the addresses of the servers that own partitions."""
-    return {each["server"] for each in show_partitions(cluster).values()}
+    return {shown["server"] for shown in show_partitions(cluster).values()}
 
 
 def start_zookeeper(cluster: LocalCluster) -> None:

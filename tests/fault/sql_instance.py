@@ -76,11 +76,14 @@ class BatchSumCallbacks(SumCallbacks):
         """Add all."""
         partition = int(transactions[0].partition_id)
         shared = {"partition_id": partition, "applied_by": self._name}
-        entries = [{"transaction_id": int(each.transaction_id), **shared} for each in transactions]
+        entries = [
+            {"transaction_id": int(transaction.transaction_id), **shared}
+            for transaction in transactions
+        ]
         connection.execute(ENTRIES.insert(), entries)
         is_in_partition = SUMS.c.partition_id == partition
         total = connection.execute(sa.select(SUMS.c.total).where(is_in_partition)).scalar_one()
-        added = sum(each.header for each in transactions)
+        added = sum(transaction.header for transaction in transactions)
         connection.execute(SUMS.update().where(is_in_partition).values(total=total + added))
         if self.should_block and len(transactions) > 1:
             print_word("inside")

@@ -239,9 +239,9 @@ def in_two_partitions(bank: bank_desk.Bank, first_account: int) -> tuple[int, in
     """Return two accounts in different partitions, which no single entry can change."""
     one = first_account
     two = next(
-        each
-        for each in range(first_account + 1, first_account + 50)
-        if bank.partition_of_account(each) != bank.partition_of_account(one)
+        number
+        for number in range(first_account + 1, first_account + 50)
+        if bank.partition_of_account(number) != bank.partition_of_account(one)
     )
     return one, two
 

@@ -36,14 +36,14 @@ pytestmark = pytest.mark.fault
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     where = tmp_path_factory.mktemp("commands") / "waltz"
-    with running_cluster(where, server_count=2, partition_count=2) as found:
-        hosts = found.connect.partition("/")[0]
+    with running_cluster(where, server_count=2, partition_count=2) as cluster:
+        hosts = cluster.connect.partition("/")[0]
         # A cluster is up when all partitions answer. At first, one server may own all of them.
         wait_until(
             "both servers own partitions",
-            lambda: json_output(found, "cluster", "list", hosts)[0]["servers"] == 2,
+            lambda: json_output(cluster, "cluster", "list", hosts)[0]["servers"] == 2,
         )
-        yield found
+        yield cluster
 
 
 class CommandOutput(NamedTuple):
@@ -67,16 +67,16 @@ def output_of(cluster: LocalCluster, *words: str) -> CommandOutput:
 
 def json_output(cluster: LocalCluster, *words: str) -> Any:
     """Run a command with `--json` that must succeed; return its output."""
-    found = output_of(cluster, *words, "--json")
-    assert found.code == 0, found
-    return json.loads(found.out)
+    output = output_of(cluster, *words, "--json")
+    assert output.code == 0, output
+    return json.loads(output.out)
 
 
 def run_failing(cluster: LocalCluster, *words: str) -> str:
     """Run a command that must fail; return its error message of one line."""
-    found = output_of(cluster, *words)
-    assert (found.code, found.out) == (1, ""), found
-    *_, sentence = found.error.strip().splitlines()
+    output = output_of(cluster, *words)
+    assert (output.code, output.out) == (1, ""), output
+    *_, sentence = output.error.strip().splitlines()
     assert sentence.startswith("waltz-core: ")
     return sentence
 
@@ -115,9 +115,9 @@ def test_a_cluster_is_listed_and_reports_its_key(cluster: LocalCluster):
 
 def test_the_log_is_valid_and_can_be_watched(cluster: LocalCluster):
     words = ("--clients", "3", "--transactions", "10", "--partitions", "2")
-    found = json_output(cluster, "client", "validate", *words)
-    assert (found["is_valid"], found["written"], found["checked"]) == (True, 30, 90)
-    first, last = found["ids"]["0"]
+    output = json_output(cluster, "client", "validate", *words)
+    assert (output["is_valid"], output["written"], output["checked"]) == (True, 30, 90)
+    first, last = output["ids"]["0"]
     assert json_output(cluster, "client", "high-water-mark", "--partition", "0") == {"0": last}
     produced = json_output(cluster, "client", "create-producer", "--transactions", "3")
     assert produced["ids"] == {"0": [last + 1, last + 3]}
@@ -164,7 +164,9 @@ def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: Local
     found = json.loads(failed.out)
     assert all(found["partitions"]["0"].values())
     assert not found["partitions"]["1"]["storage"]
-    (repair,) = [each for each in found["findings"] if "has taken its replica offline." in each]
+    (repair,) = [
+        finding for finding in found["findings"] if "has taken its replica offline." in finding
+    ]
     words = repair.split("`")[1].split()[1:]
     assert output_of(cluster, *words).code == 0
     wait_until("the cluster is healthy", lambda: output_of(cluster, "cluster", "verify").code == 0)
@@ -224,7 +226,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
 
 
 def storage_addresses(cluster: LocalCluster) -> list[str]:
-    return [f"127.0.0.1:{each.port}" for each in cluster.members if each.kind == "storage"]
+    return [f"127.0.0.1:{member.port}" for member in cluster.members if member.kind == "storage"]
 
 
 def append(cluster: LocalCluster, count: int) -> int:
@@ -236,7 +238,7 @@ def append(cluster: LocalCluster, count: int) -> int:
 
 def replica(cluster: LocalCluster, name: str, partition: int = 0) -> dict[str, object]:
     listed = json_output(cluster, "storage", "list", "--storage", name)
-    (found,) = [each for each in listed["replicas"] if each["partition"] == partition]
+    (found,) = [replica for replica in listed["replicas"] if replica["partition"] == partition]
     assert isinstance(found, dict)
     return found
 
@@ -254,7 +256,7 @@ def test_all_storages_match_the_assignment(cluster: LocalCluster):
     assert json_output(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
     listed = json_output(cluster, "storage", "list")
     assert len(listed["replicas"]) == 6
-    assert {each["state"] for each in listed["replicas"]} == {"online"}
+    assert {replica["state"] for replica in listed["replicas"]} == {"online"}
     last = append(cluster, 50)
     words = ("--storage", storage_addresses(cluster)[0], "--partition", "0-1")
     ids = json_output(cluster, "storage", "max-transaction-id", *words)
@@ -349,9 +351,9 @@ def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     ],
 )
 def test_invalid_requests_are_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
-    found = run_command("storage", *words)
-    assert found.returncode == 1, (found.stdout, found.stderr)
-    (line,) = found.stderr.strip().splitlines()
+    result = run_command("storage", *words)
+    assert result.returncode == 1, (result.stdout, result.stderr)
+    (line,) = result.stderr.strip().splitlines()
     assert sentence in line
 
 
@@ -363,9 +365,9 @@ def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
     assert "expected --storage HOST:PORT in addition to --connect" in run_failing(
         cluster, "storage", "re-seed", *at
     )
-    port = next(each.port for each in cluster.members if each.kind == "storage")
-    found = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
-    assert "expected the admin port of a storage, found a 'Waltz Storage Server'" in found.stderr
+    port = next(member.port for member in cluster.members if member.kind == "storage")
+    result = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
+    assert "expected the admin port of a storage, found a 'Waltz Storage Server'" in result.stderr
 
 
 # --- the end

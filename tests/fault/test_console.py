@@ -103,7 +103,7 @@ def test_the_browser_of_transactions_jumps_filters_and_follows(
 ):
     payload = json.dumps({"seat": "12F", "passenger": "<img src=x onerror=alert(1)>"})
     ids = append(gateway, payload, "plain text", partition=1, header=7)
-    append(gateway, *(f"filler {each}" for each in range(120)), partition=1)
+    append(gateway, *(f"filler {number}" for number in range(120)), partition=1)
     with open_console(browser, gateway.url) as console:
         page = console.page
         console.open("#/partitions/1/transactions")

@@ -77,7 +77,7 @@ def cold_segment(scenario: Scenario, storage: str) -> Path:
 
 
 def sessions(scenario: Scenario) -> list[object]:
-    return [each["session"] for each in show_partitions(scenario.cluster).values()]
+    return [shown["session"] for shown in show_partitions(scenario.cluster).values()]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ class Fault(NamedTuple):
 @pytest.fixture(scope="module")
 def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedCluster]:
     try:
-        with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as found:
-            yield found
+        with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as diagnosed:
+            yield diagnosed
     finally:
         for where in MOUNTED:
             subprocess.run(["umount", "-l", str(where)], check=True, capture_output=True)
@@ -88,8 +88,8 @@ def freeze(name: str) -> Callable[[LocalCluster], None]:
 
 def combined(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], None]:
     def inject(cluster: LocalCluster) -> None:
-        for each in faults:
-            each(cluster)
+        for fault in faults:
+            fault(cluster)
 
     return inject
 
@@ -176,7 +176,7 @@ def share_a_group(cluster: LocalCluster) -> None:
 def storage_with_partition_0(cluster: LocalCluster) -> str:
     """Return the name of a storage with a replica of partition 0; the tests move replicas."""
     first = min(assigned_replicas(cluster)[0])
-    return next(each.name for each in cluster.members if first.endswith(f":{each.port}"))
+    return next(member.name for member in cluster.members if first.endswith(f":{member.port}"))
 
 
 # --- disks, threads and clocks
@@ -267,7 +267,7 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
 
 def one_group_for_each(layout: StorageLayout) -> dict[ReplicaId, int]:
     """Return groups such that each storage is in a separate group."""
-    return {each: at for at, each in enumerate(layout.groups)}
+    return {group: at for at, group in enumerate(layout.groups)}
 
 
 def move_to_own_disk(where: Path) -> None:
@@ -322,7 +322,7 @@ def lose_metadata(cluster: LocalCluster) -> None:
 
 def lose_zookeeper(cluster: LocalCluster) -> None:
     """Restart all ZooKeeper servers with empty directories."""
-    nodes = [each.name for each in cluster.zookeepers]
+    nodes = [zookeeper.name for zookeeper in cluster.zookeepers]
     for name in nodes:
         cluster.kill(name)
     for name in nodes:
@@ -387,10 +387,10 @@ def test_a_fault_is_named_and_repaired_by_the_printed_command(
     fault, cluster = FAULTS[title], diagnosed.cluster()
     diagnosed.write(cluster.connect)
     fault.inject(cluster)
-    found = await_findings(fault.names, *local_options(diagnosed.directory))
+    findings = await_findings(fault.names, *local_options(diagnosed.directory))
     fault.passes(cluster)
     try:
-        repair(diagnosed.directory, found, diagnosed.directory / "ahead" / "bin")
+        repair(diagnosed.directory, findings, diagnosed.directory / "ahead" / "bin")
     finally:
         resume_threads()
         free_disk_space()
@@ -409,5 +409,5 @@ def test_a_cluster_is_ready_when_each_zookeeper_server_is(
     cluster = diagnosed.cluster()
     kill("zookeeper-1")(cluster)
     cluster.up()
-    found = run_doctor(*local_options(diagnosed.directory))
-    assert not [each for each in found if each["area"] == "ZooKeeper"]
+    findings = run_doctor(*local_options(diagnosed.directory))
+    assert not [finding for finding in findings if finding["area"] == "ZooKeeper"]

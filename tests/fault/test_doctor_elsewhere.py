@@ -39,8 +39,8 @@ def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedClu
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS}
     }
-    with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz", settings) as found:
-        yield found
+    with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz", settings) as diagnosed:
+        yield diagnosed
 
 
 class Fault(NamedTuple):
@@ -84,13 +84,13 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
     diagnosed.write(cluster.connect)
     for member in fault.members:
         cluster.kill(member, fault.signal_number)
-    found = await_findings([fault.name], *doctor_options)
+    findings = await_findings([fault.name], *doctor_options)
     if fault.name == "storage-silent":
         check_reported_once(cluster)
     for member in fault.members if fault.ends else ():
-        assert "start it again" in found[0]["sentence"]
+        assert "start it again" in findings[0]["sentence"]
         cluster.kill(member)
-    for line in {each["command"] for each in found}:
+    for line in {each["command"] for each in findings}:
         diagnosed.run_daemon(line, settings_of(cluster, fault.members[0]))
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     diagnosed.check_rows(cluster.connect)
@@ -138,10 +138,10 @@ def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
         cluster.kill(name, signal.SIGSTOP)
     for name in servers:
         cluster.kill(name)
-    found = run_doctor(*doctor_options)
+    findings = run_doctor(*doctor_options)
     # ZooKeeper may have ended the session of one server, or of both.
-    assert {each["name"] for each in found} in ({"server-unavailable"}, {"no-server"})
-    for each in found:
+    assert {each["name"] for each in findings} in ({"server-unavailable"}, {"no-server"})
+    for each in findings:
         if each["name"] == "server-unavailable":
             run_printed_command(each["command"])
     (alone,) = await_findings(["no-server"], *doctor_options)
@@ -159,15 +159,15 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
     words = ("add-storage", storage, "--admin-port", str(admin_port))
     assert "Hint: start the storage with an empty directory" in run_failing(cluster, *words)
     change_layout(cluster, lambda old: old.with_storage(ReplicaId(storage), admin_port, None))
-    (found,) = await_findings(["storage-never-started"], *doctor_options)
-    assert storage in found["sentence"]
+    (finding,) = await_findings(["storage-never-started"], *doctor_options)
+    assert storage in finding["sentence"]
     where = cluster.directory / "settings" / "new"
     where.mkdir(parents=True)
     settings = {"port": port, "admin_port": admin_port, "listen_host": '"127.0.0.1"'}
     settings |= {"connect": f'"{cluster.connect}"', "directory": f'"{where / "data"}"'}
     text = "".join(f"{name} = {value}\n" for name, value in settings.items())
     (where / "storage.toml").write_text(text, encoding="utf-8")
-    diagnosed.run_daemon(found["command"], where)
+    diagnosed.run_daemon(finding["command"], where)
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     run_successful(cluster, "remove-storage", storage)
     repair_cluster(diagnosed, cluster)
@@ -189,13 +189,13 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
     shutil.copytree(where, wrong)
     flags = f"--connect {other} --directory {wrong / 'data'}"
     diagnosed.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
-    (found,) = await_findings(["storage-cluster-mismatch"], *look)
+    (finding,) = await_findings(["storage-cluster-mismatch"], *look)
     assert (
         f"the storage at {member_address(cluster, member.name)} belongs to another cluster"
-        in found["sentence"]
+        in finding["sentence"]
     )
     diagnosed.end_daemons()
-    diagnosed.run_daemon(found["command"], where)
+    diagnosed.run_daemon(finding["command"], where)
     wait_until("the doctor reports nothing", lambda: not run_doctor(*look))
     diagnosed.check_rows(cluster.connect)
     run_printed_command(f"waltz-core cluster delete waltz --connect {other} --force")
@@ -228,8 +228,8 @@ def test_a_connect_string_without_a_cluster_is_reported_with_the_next_command(
 ):
     """After the command the doctor reports the next problem: a cluster without processes."""
     connect, words = wrong_connect_strings(diagnosed.cluster())[name](tmp_path)
-    (found,) = await_findings([name], *remote_options(connect))
-    line = found["command"]
+    (finding,) = await_findings([name], *remote_options(connect))
+    line = finding["command"]
     for capitals, known in words.items():
         line = line.replace(capitals, known)
     run_printed_command(line)

@@ -56,10 +56,10 @@ def status(directory: Path) -> dict[str, dict[str, object]]:
 def listening(pids: list[int]) -> set[str]:
     """Return the addresses at which processes listen."""
     return {
-        each.laddr.ip.removeprefix("::ffff:")
+        connection.laddr.ip.removeprefix("::ffff:")
         for pid in pids
-        for each in psutil.Process(pid).net_connections()
-        if each.status == psutil.CONN_LISTEN
+        for connection in psutil.Process(pid).net_connections()
+        if connection.status == psutil.CONN_LISTEN
     }
 
 
@@ -346,7 +346,7 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
         local_cluster = LocalCluster(directory)
         with WaltzClient(connect, PATIENT_CLIENT) as client:
             assert client.append(b"x", partition=0).result(TEST_TIMEOUT_S) == 0
-            assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
+            assert {replica.rpartition(":")[0] for replica in client.replicas(0).replicas} == {host}
         for member in local_cluster.members:
             assert not is_free(member.port, host)
         assert listening(pids_at(directory)) == {host}

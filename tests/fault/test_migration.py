@@ -65,9 +65,9 @@ class OldCluster:
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
-        members = [each for each in cluster.members if each.name in STORAGES]
-        self.addresses = [f"{cluster.host}:{each.port}" for each in members]
-        self.directories = [cluster.directory / each.name for each in members]
+        members = [member for member in cluster.members if member.name in STORAGES]
+        self.addresses = [f"{cluster.host}:{member.port}" for member in members]
+        self.directories = [cluster.directory / member.name for member in members]
         hosts, _, root = cluster.connect.partition("/")
         self.root = f"/{root}"
         self.node = f"{self.root}/store/partition/0"
@@ -101,7 +101,7 @@ class OldCluster:
 
     def read(self, directory: Path) -> tuple[layout.Control, dict[int, list[bytes]]]:
         """Return the records that 0.13 finds in a directory."""
-        files = {each: each.read_bytes() for each in directory.rglob("*.*")}
+        files = {path: path.read_bytes() for path in directory.rglob("*.*")}
         return layout.read_directory(files, directory)
 
     def run(self, session: int, added: list[bytes]) -> None:
@@ -155,7 +155,9 @@ def old_cluster(cluster: LocalCluster) -> Iterator[OldCluster]:
 
 
 def make_records(first: int, count: int) -> list[bytes]:
-    return [layout.record(each, b"%d-" % each + bytes(40)) for each in range(first, first + count)]
+    return [
+        layout.record(number, b"%d-" % number + bytes(40)) for number in range(first, first + count)
+    ]
 
 
 def log_of(client: WaltzClient, partition: int = 0) -> list[bytes]:
@@ -272,7 +274,7 @@ def test_unequal_replicas_of_0_13_keep_all_acknowledged_records(
     cluster.down(keep_zookeeper=True)
     assert differing_segments(cluster) == []
     batches = [
-        b"".join(each.read_bytes() for each in sorted(directory.glob("0/*.chn")))
+        b"".join(path.read_bytes() for path in sorted(directory.glob("0/*.chn")))
         for directory in old_cluster.directories
     ]
     assert len(batches[0]) == len(batches[1]) == len(batches[2])

@@ -48,8 +48,8 @@ class CurrentClientState(AsyncCallbacks):
 
 def endpoints_of(view: ServersView) -> dict[str, dict[int, int]]:
     return {
-        each.address: {int(p): int(g) for p, g in view.partitions_of(server_id).items()}
-        for server_id, each in view.servers.items()
+        server.address: {int(p): int(g) for p, g in view.partitions_of(server_id).items()}
+        for server_id, server in view.servers.items()
     }
 
 

@@ -184,7 +184,7 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
     wait_until("all answer", lambda: not any(is_free(port, cluster.host) for port in ports))
     wait_until("no partition is open", lambda: has_no_open_partition(scenario))
     shown = run_successful(cluster, "accept-replicas", "0")
-    assert all(each["is_suspect"] for each in shown["replicas"].values())
+    assert all(replica["is_suspect"] for replica in shown["replicas"].values())
     assert has_no_open_partition(scenario), (
         "the command has changed a partition although it only shows them"
     )
@@ -211,7 +211,9 @@ def has_no_open_partition(scenario: Scenario) -> bool:
         "does not answer requests for it",
     )
     sentences = [
-        each for each in json.loads(result.stdout)["findings"] if any(one in each for one in closed)
+        finding
+        for finding in json.loads(result.stdout)["findings"]
+        if any(one in finding for one in closed)
     ]
     return len(sentences) == scenario.cluster.partition_count
 

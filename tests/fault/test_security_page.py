@@ -87,7 +87,9 @@ class Journal:
         self.acknowledged: dict[tuple[int, int], bytes] = {}
         self.repeated: list[WaltzError] = []
         self.failures: list[BaseException] = []
-        self.applied: dict[int, list[tuple[int, bytes]]] = {each: [] for each in range(PARTITIONS)}
+        self.applied: dict[int, list[tuple[int, bytes]]] = {
+            number: [] for number in range(PARTITIONS)
+        }
         self._numbers = itertools.count()
 
     def new_row(self, partition: int) -> bytes:
@@ -157,8 +159,8 @@ class Application:
     def stop(self) -> None:
         """Wait for all outcomes, and until the feed has delivered them."""
         self._is_stopping.set()
-        for each in self._threads:
-            each.join()
+        for thread in self._threads:
+            thread.join()
         applied = self._journal.applied
         wait_until(
             "the feed has all acknowledged transactions",
@@ -229,7 +231,7 @@ def configure(cluster: LocalCluster, settings: dict[str, object]) -> None:
 
 
 def logs(cluster: LocalCluster) -> str:
-    return "".join(cluster.log_path(each.name).read_text() for each in cluster.members)
+    return "".join(cluster.log_path(member.name).read_text() for member in cluster.members)
 
 
 def create_certificates(directory: Path) -> None:

@@ -26,9 +26,9 @@ def scenario(tmp_path: Path) -> Iterator[Scenario]:
 def test_partitions_of_a_killed_server_move_at_once(scenario: Scenario):
     killed = scenario.cluster.member("server-1")
     others = {
-        f"127.0.0.1:{each.port}"
-        for each in scenario.cluster.members
-        if each.kind == "server" and each is not killed
+        f"127.0.0.1:{member.port}"
+        for member in scenario.cluster.members
+        if member.kind == "server" and member is not killed
     }
     wait_until(
         "all three servers own partitions", lambda: len(owner_addresses(scenario.cluster)) == 3

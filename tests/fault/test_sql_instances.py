@@ -131,8 +131,8 @@ class Log:
             future.result()
 
     def marks(self) -> dict[int, int]:
-        found = self.client.high_water_marks(linearizable=True)
-        return {partition: int(mark) for partition, mark in found.items()}
+        marks = self.client.high_water_marks(linearizable=True)
+        return {partition: int(mark) for partition, mark in marks.items()}
 
     def sums(self) -> dict[int, int]:
         """Return the sums computed from the log."""
@@ -140,7 +140,7 @@ class Log:
         for partition, last in self.marks().items():
             chunks = self.client.read_range(partition, 0, last, form=RangeForm.HEADERS)
             headers = [np.frombuffer(chunk.records, dtype=HEADER_DTYPE) for chunk in chunks]
-            found[partition] = sum(int(each["header"].sum(dtype=np.int64)) for each in headers)
+            found[partition] = sum(int(header["header"].sum(dtype=np.int64)) for header in headers)
         return found
 
 
@@ -207,7 +207,9 @@ def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path)
         engine = create_engine(place.url, place.isolation)
         METADATA.create_all(engine)
         with engine.begin() as connection:
-            rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
+            rows = [
+                {"partition_id": number, "total": 0} for number in range(client.partition_count)
+            ]
             connection.execute(SUMS.insert(), rows)
         log = Log(client, engine)
         instance = Instance(cluster, place, "alone", tmp_path)
@@ -235,7 +237,7 @@ def check(engine: sa.Engine, log: Log) -> None:
         ).all()
         sums = dict(connection.execute(sa.select(SUMS.c.partition_id, SUMS.c.total)).all())
     everything = [
-        (partition, each) for partition, mark in log.marks().items() for each in range(mark + 1)
+        (partition, number) for partition, mark in log.marks().items() for number in range(mark + 1)
     ]
     assert sorted(tuple(row) for row in entries) == sorted(everything)
     assert sums == log.sums()

@@ -109,7 +109,7 @@ def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
 
 def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:
     """Return the servers' log lines about slow appends at a storage."""
-    logs = [cluster.log_path(each.name) for each in cluster.members if each.kind == "server"]
+    logs = [cluster.log_path(member.name) for member in cluster.members if member.kind == "server"]
     lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "append.slow" in line and f"replica={storage} " in line]
 
@@ -122,16 +122,16 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
         wait_until("the log names the storage", lambda: slow_lines(cluster, storage))
 
         def is_found() -> bool:
-            found = run_doctor(*remote_options(cluster.connect))
-            return ("storage-slow", storage) in {(each["name"], each["about"]) for each in found}
+            findings = run_doctor(*remote_options(cluster.connect))
+            return ("storage-slow", storage) in {(each["name"], each["about"]) for each in findings}
 
         wait_until("the doctor names the storage", is_found)
         load.await_commits()
     others = [member_address(cluster, each) for each in ("storage-1", "storage-3")]
 
     def is_no_other_named() -> bool:
-        found = run_doctor(*remote_options(cluster.connect))
-        return not any(each["about"] in others for each in found)
+        findings = run_doctor(*remote_options(cluster.connect))
+        return not any(each["about"] in others for each in findings)
 
     # On a busy machine, another storage may not answer the doctor in time.
     wait_until("the doctor names no other storage", is_no_other_named)
@@ -161,9 +161,9 @@ def put_copy_back(directory: Path) -> None:
 def failed_page(cluster: LocalCluster, name: str, path: str) -> dict[str, object]:
     """Return the content of a page that reports an error."""
     page = f"http://127.0.0.1:{cluster.member(name).http_port}{path}"
-    with pytest.raises(urllib.error.HTTPError) as found:
+    with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(page, timeout=TEST_TIMEOUT_S)
-    with found.value as answer:
+    with caught.value as answer:
         assert answer.code == 503
         content: dict[str, object] = json.loads(answer.read())
     return content
@@ -185,16 +185,16 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
             "the storage has detected the damage",
             lambda: log.read_text(encoding="utf-8").count("storage.files_replaced") > before,
         )
-        (found,) = await_findings({"replica-unreadable"}, *doctor_options)
-        assert found["about"] == f"1 {storage}"
-        assert "deleted or replaced" in found["sentence"]
+        (finding,) = await_findings({"replica-unreadable"}, *doctor_options)
+        assert finding["about"] == f"1 {storage}"
+        assert "deleted or replaced" in finding["sentence"]
         why_not = failed_page(cluster, "storage-2", "/health")["not_served_reasons"]
         assert isinstance(why_not, dict)
         assert "deleted or replaced" in why_not["1"]
         unready = failed_page(cluster, "storage-2", "/readyz")
         assert unready["reasons"] == [f"partition 1 is not open: {why_not['1']}"]
         load.await_commits()
-        output = run_printed_command(found["command"])
+        output = run_printed_command(finding["command"])
         wait_until(f"the doctor reports nothing; {output}", lambda: not run_doctor(*doctor_options))
         load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1

@@ -90,10 +90,10 @@ class UserChange:
             client.high_water_marks()
         await_findings([], *remote_options(members))
         await_findings([], *remote_options(administrators))
-        (found,) = await_findings(
+        (finding,) = await_findings(
             ["zookeeper-access-denied"], *remote_options(self.connect_without_user)
         )
-        assert "requires authentication for " in found["sentence"]
+        assert "requires authentication for " in finding["sentence"]
         denied = run_command("cluster", "auto-assign", "--connect", members)
         assert "expected the auth file of an administrator" in denied.stderr
         result = run_command("cluster", "audit", "--connect", administrators)
@@ -106,7 +106,7 @@ def check_no_append_failed(load: Load) -> None:
     A partition that moves, or whose storage ends, does not commit all rows in flight.
     """
     load.await_commits()
-    assert set(load.failure_reasons) <= {each.name for each in TRANSIENT_OUTCOMES}
+    assert set(load.failure_reasons) <= {outcome.name for outcome in TRANSIENT_OUTCOMES}
 
 
 @pytest.fixture

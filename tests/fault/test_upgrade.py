@@ -142,7 +142,7 @@ def test_files_of_a_newer_version_are_rejected_in_one_sentence(scenario: Scenari
         timeout=TEST_TIMEOUT_S,
     )
     assert result.returncode == 1
-    (sentence,) = [each for each in result.stderr.splitlines() if each.startswith("waltz-core: ")]
+    (sentence,) = [line for line in result.stderr.splitlines() if line.startswith("waltz-core: ")]
     assert f"{file}: control file header: expected version 0, found 1. Hint: if a newer" in sentence
     assert "Traceback" not in result.stderr
     assert file.read_bytes() == newer

@@ -311,7 +311,7 @@ def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
         wait_until("transaction is a quorum:", lambda: leads(cluster))
         wait_until(
             "the other server owns all partitions",
-            lambda: dead not in {each[0] for each in owners(cluster).values()},
+            lambda: dead not in {owner[0] for owner in owners(cluster).values()},
         )
         load.await_commits()
         cluster.start("server-2")

@@ -98,9 +98,9 @@ def extreme_inputs(decoder: Decoder) -> Iterator[bytes]:
     """Yield the stored inputs, then inputs with huge numbers; each call yields the same inputs."""
     yield from decoder.corpus().values()
     found = [
-        each
+        with_extreme
         for seed in sorted(decoder.all_seeds(), key=len)[-3:]
-        for each in with_extremes(seed, decoder.words)
+        for with_extreme in with_extremes(seed, decoder.words)
     ]
     count = 2 * decoder.examples
     yield from Random(decoder.name).sample(found, min(count, len(found)))
@@ -220,9 +220,11 @@ def run_atheris(decoder: Decoder) -> None:
     (folder / "inputs").mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(decoder.all_seeds()):
         (folder / "inputs" / f"seed-{number}").write_bytes(data)
-    for each in gc.get_objects():  # `instrument_all` takes minutes
-        if isinstance(each, FunctionType) and (each.__module__ or "").startswith("waltz_"):
-            atheris.instrument_func(each)
+    for get_object in gc.get_objects():  # `instrument_all` takes minutes
+        if isinstance(get_object, FunctionType) and (get_object.__module__ or "").startswith(
+            "waltz_"
+        ):
+            atheris.instrument_func(get_object)
     atheris.Setup(
         [sys.argv[0], f"-artifact_prefix={folder}/", "-rss_limit_mb=2048", str(folder / "inputs")],
         decoder.check,

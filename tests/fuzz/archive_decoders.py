@@ -73,10 +73,10 @@ def written(table: pa.Table, name: str, array: pa.Array | None) -> bytes:
 
 def read_object(data: bytes) -> None:
     """Read an object completely, verify it, and build its index; each step may detect an error."""
-    found = ArchiveObject(data, "o")
-    groups = range(min(found.group_count, 100))
-    uses = [partial(found.read_row_group, each) for each in groups]
-    uses += [lambda: list(found.verify()), lambda: ObjectIndex(found)]
+    archive_object = ArchiveObject(data, "o")
+    groups = range(min(archive_object.group_count, 100))
+    uses = [partial(archive_object.read_row_group, each) for each in groups]
+    uses += [lambda: list(archive_object.verify()), lambda: ObjectIndex(archive_object)]
     wrong = None
     for each in uses:
         try:

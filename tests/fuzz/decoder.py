@@ -74,7 +74,7 @@ class Decoder:
     def corpus(self) -> dict[str, bytes]:
         """Return the inputs of the corpus by name."""
         files = sorted((CORPUS / self.name).glob("*.bin"))
-        return {each.name: each.read_bytes() for each in files}
+        return {file.name: file.read_bytes() for file in files}
 
 
 @cache
@@ -95,7 +95,7 @@ def memory_error_in(error: BaseException) -> MemoryError | None:
 def location_of(error: BaseException) -> str:
     """Return the innermost line of the project that an error passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [each for each in frames if each.filename.startswith(str(ROOT))] or frames[:1]
+    own_frames = [frame for frame in frames if frame.filename.startswith(str(ROOT))] or frames[:1]
     if not own_frames:
         return "an unknown location"
     return f"{own_frames[-1].filename.removeprefix(f'{ROOT}/')}:{own_frames[-1].lineno}"

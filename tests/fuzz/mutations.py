@@ -53,8 +53,8 @@ def mutate(
     data: bytes, other: bytes, mutations: Sequence[Mutation], words: tuple[bytes, ...]
 ) -> bytes:
     """Return changed bytes; `other` is a second input, to splice with."""
-    for each in mutations:
-        data = _apply_mutation(data, other, each, words)[:BYTES_MAX]
+    for mutation in mutations:
+        data = _apply_mutation(data, other, mutation, words)[:BYTES_MAX]
     return data
 
 

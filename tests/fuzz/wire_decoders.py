@@ -60,9 +60,9 @@ QUERY_LAST = 1 << 40
 def frames_of(protocol: WireProtocol) -> list[bytes]:
     """Return a frame of each message of each version."""
     return [
-        bytes.fromhex(make_example(each, version)["frame_hex"])
+        bytes.fromhex(make_example(message_class, version)["frame_hex"])
         for version in protocol.versions
-        for each in message_classes(protocol, version)
+        for message_class in message_classes(protocol, version)
     ]
 
 
@@ -150,7 +150,7 @@ def receive_stream(data: bytes) -> None:
         size = rng.choice((1, 3, 7, 100, 100_000))
         events += near.receive(rest[:size])
         rest = rest[size:]
-    failures = [each for each in events if isinstance(each, ProtocolFailed)]
+    failures = [event for event in events if isinstance(event, ProtocolFailed)]
     assert failures in ([], events[-1:])
     assert not events or isinstance(events[0], HelloReceived | ProtocolFailed)
     if failures:
@@ -208,14 +208,14 @@ def some_records() -> tuple[list[bytes], tuple[LineageEntry, ...]]:
     ]
     entries, chain = [], GENESIS_CHAIN
     for first, end in pairwise((0, 2, 5)):
-        crcs = b"".join(each[-4:] for each in records[first:end])
+        crcs = b"".join(record[-4:] for record in records[first:end])
         chain = next_chain(chain, first, end - 1, 3, crcs)
         entries.append(LineageEntry(first, end - 1, 3, 1_700_000_000_000, chain))
     return records, tuple(entries)
 
 
 def packed_lengths(records: list[bytes]) -> bytes:
-    return b"".join(len(each).to_bytes(4, "big") for each in records)
+    return b"".join(len(record).to_bytes(4, "big") for record in records)
 
 
 def frame_of(message: messages.Message) -> bytes:
@@ -266,7 +266,7 @@ def to_arrow(chunk) -> None:
 def storage_ranges() -> list[bytes]:
     records, entries = some_records()
     run, lengths = b"".join(records), packed_lengths(records)
-    headers = b"".join(each[:28] for each in records)
+    headers = b"".join(record[:28] for record in records)
     locations = encode_locations([FileLocation(0, 128, 100), FileLocation(0, 228, len(run) - 100)])
     forms = (
         (RangeForm.WHOLE, lengths, run),
@@ -354,9 +354,9 @@ def check_storage_range(data: bytes) -> None:
     if message.form == RangeForm.WHOLE:
         uses.append(partial(verify_records, message, first=message.first, last=QUERY_LAST))
     wrong = None
-    for each in uses:
+    for use in uses:
         try:
-            each()
+            use()
         except _DAMAGED as error:
             wrong = error
     if wrong is not None:

@@ -119,7 +119,7 @@ def test_a_directory_of_waltz_0_13_is_inherited_with_its_files_unchanged(tmp_pat
     assert not log.suspect
     read = log.read_range(0, 8, 1 << 20, whole_batches=True)
     records = load("segment_file.json")[0]["records"]
-    assert read.records.hex() == "".join(one["hex"] for one in records)
+    assert read.records.hex() == "".join(record["hex"] for record in records)
     assert read.chain_before == GENESIS_CHAIN
     assert read.entries[-1].last == 8
     chain = log.chain

@@ -27,10 +27,10 @@ def encryption_of(example: dict[str, Any]) -> Encryption:
 @examples
 def test_a_stored_envelope_is_decrypted(example: dict[str, Any]) -> None:
     envelope = bytes.fromhex(example["envelope"])
-    found = encryption_of(example).decrypt(
+    decrypted = encryption_of(example).decrypt(
         envelope, partition=example["partition"], header=example["header"]
     )
-    assert found == DecryptedPayload(bytes.fromhex(example["payload"]), None)
+    assert decrypted == DecryptedPayload(bytes.fromhex(example["payload"]), None)
 
 
 @examples

@@ -50,7 +50,7 @@ def store_params(meaning: dict, _path: str) -> model.StoreParams:
 
 def replica_assignments(meaning: dict, _path: str) -> model.ReplicaAssignments:
     return model.ReplicaAssignments(
-        {each["storage"]: tuple(each["partitions"]) for each in meaning["replicas"]}
+        {replica["storage"]: tuple(replica["partitions"]) for replica in meaning["replicas"]}
     )
 
 

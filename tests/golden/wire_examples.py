@@ -70,8 +70,8 @@ def is_dataclass_instance(value: object) -> bool:
 def json_fields(message: Message) -> dict[str, Any]:
     """Return the values of a message's fields as JSON has them."""
     return {
-        each.name: to_json_value(getattr(message, each.name))
-        for each in dataclasses.fields(type(message))
+        field.name: to_json_value(getattr(message, field.name))
+        for field in dataclasses.fields(type(message))
     }
 
 

@@ -125,7 +125,7 @@ class ListedFiles:
 def oldest_segment_first_id(cluster: LocalCluster, storage: str) -> int:
     """Return the first ID of a storage's oldest segment file."""
     names = (cluster.directory / storage).glob("**/*.seg")
-    return min(int("".join(filter(str.isdigit, each.stem))) for each in names)
+    return min(int("".join(filter(str.isdigit, name.stem))) for name in names)
 
 
 def append_and_archive(cluster: LocalCluster, archive: ClusterArchive) -> list[bytes]:
@@ -150,7 +150,7 @@ def read_payloads(
     client: WaltzClient, first: int, last: int, replicas: ReplicaSet | None
 ) -> list[bytes]:
     chunks = client.read_range(0, first, last, replicas=replicas)
-    return [row for each in chunks for row in payloads_of(each.records, each.lengths)]
+    return [row for chunk in chunks for row in payloads_of(chunk.records, chunk.lengths)]
 
 
 def check_reads_of_all(cluster: LocalCluster, written: list[bytes]) -> None:
@@ -159,7 +159,7 @@ def check_reads_of_all(cluster: LocalCluster, written: list[bytes]) -> None:
     with WaltzClient(cluster.connect) as client:
         for replicas in (None, client.replicas(0)):  # by the server, by this process
             chunks = client.read_range(0, 0, last, replicas=replicas)
-            found = [row for each in chunks for row in payloads_of(each.records, each.lengths)]
+            found = [row for chunk in chunks for row in payloads_of(chunk.records, chunk.lengths)]
             assert found == written
         (filtered,) = client.read_range(0, 0, 9, header_values=[1])
         assert filtered.lengths.size == 0

@@ -40,13 +40,13 @@ class ReplicaLog:
             self.lineage.pop()
         if self.lineage and self.lineage[-1].last > last:
             cut = self.lineage.pop()
-            crcs = b"".join(each[-4:] for each in self.records[cut.first :])
+            crcs = b"".join(record[-4:] for record in self.records[cut.first :])
             chain = next_chain(self.chain, cut.first, TransactionId(last), cut.session_id, crcs)
             self.lineage.append(cut._replace(last=TransactionId(last), chain=chain))
 
     def records_between(self, first: int, last: int) -> tuple[bytes, bytes]:
         records = self.records[first : last + 1]
-        return np.array([len(each) for each in records], ">i4").tobytes(), b"".join(records)
+        return np.array([len(record) for record in records], ">i4").tobytes(), b"".join(records)
 
 
 class MemoryStorage:

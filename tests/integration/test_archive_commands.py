@@ -70,23 +70,23 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
 
 
 def test_the_status_shows_the_archived_transactions_of_a_partition(archived: Archived):
-    found = archived.status()
-    assert found["archive"] == archived.url  # as in the settings of the storages
-    assert found["first_available"] == 0
-    assert (found["lag"], found["lag_bytes"], found["lag_s"]) == (0, 0, 0.0)
-    assert found["archived"] == found["high_water_mark"] == ROWS - 1
-    assert archived.path(found["manifest"]).is_file()
-    assert "files" not in found
+    status = archived.status()
+    assert status["archive"] == archived.url  # as in the settings of the storages
+    assert status["first_available"] == 0
+    assert (status["lag"], status["lag_bytes"], status["lag_s"]) == (0, 0, 0.0)
+    assert status["archived"] == status["high_water_mark"] == ROWS - 1
+    assert archived.path(status["manifest"]).is_file()
+    assert "files" not in status
     rows, next_id, size = 0, 0, 0
     listed = archived.status("--objects")
-    for each in listed["files"]:
-        assert each["first"] == next_id
-        assert 0 < each["commit_ms_min"] <= each["commit_ms_max"]
-        rows += pq.read_table(each["url"]).num_rows
-        next_id, size = each["last"] + 1, size + each["bytes"]
+    for file in listed["files"]:
+        assert file["first"] == next_id
+        assert 0 < file["commit_ms_min"] <= file["commit_ms_max"]
+        rows += pq.read_table(file["url"]).num_rows
+        next_id, size = file["last"] + 1, size + file["bytes"]
     assert (rows, next_id, len(listed["files"])) == (ROWS, ROWS, listed["objects"])
-    assert size == listed["bytes"] == found["bytes"]
-    assert found["objects"] > 1
+    assert size == listed["bytes"] == status["bytes"]
+    assert status["objects"] > 1
     text = run_command("archive", "status", "--connect", archived.cluster.connect)
     assert (text.returncode, text.stderr) == (0, f"archive: {archived.url}\n")
     titles, row = text.stdout.splitlines()
@@ -111,7 +111,7 @@ def test_a_storage_that_does_not_answer_is_reported(archived: Archived):
     archived.cluster.kill("storage-1")
     code, found, _ = archived.command("status")
     assert code == 1
-    assert [each for each in found["errors"] if each.startswith("storage ")]
+    assert [error for error in found["errors"] if error.startswith("storage ")]
     assert found["archive"] == archived.url, "the other storages report the value"
     archived.cluster.start("storage-1")
     wait_until("all storages answer", lambda: archived.command("status")[0] == 0)
@@ -210,10 +210,10 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
     try:
         with WaltzClient(connect) as client:
             client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
-        found = await_findings(("archive-damaged",), *doctor_options)
-        assert str(manifest.name) in found[0]["sentence"]
-        assert found[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
-        words = found[0]["command"].split()[1:]
+        findings = await_findings(("archive-damaged",), *doctor_options)
+        assert str(manifest.name) in findings[0]["sentence"]
+        assert findings[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
+        words = findings[0]["command"].split()[1:]
         assert manifest.name in run_command(*words).stdout
         assert archived.command("status")[1]["partitions"][0]["lag"] == 1
         assert archived.command("status")[1]["partitions"][0]["lag_s"] > 0
@@ -232,9 +232,9 @@ def test_the_doctor_reports_an_archive_that_cannot_be_written(archived: Archived
     try:
         with WaltzClient(connect) as client:
             client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
-        found = await_findings(("archive-unavailable",), *doctor_options)
-        assert "times in a row: archive: cannot" in found[0]["sentence"]
-        result = run_command(*found[0]["command"].split()[1:])
+        findings = await_findings(("archive-unavailable",), *doctor_options)
+        assert "times in a row: archive: cannot" in findings[0]["sentence"]
+        result = run_command(*findings[0]["command"].split()[1:])
         assert result.returncode == 1
         assert "archive: cannot" in result.stderr
     finally:

@@ -83,7 +83,7 @@ def collect_later(archive: ClusterArchive, mark: ArchivedMark, cluster_key: byte
 
 
 def object_names(archive: ClusterArchive) -> set[str]:
-    return {each for each in archive.store.list_names("") if "/objects/" in each}
+    return {name for name in archive.store.list_names("") if "/objects/" in name}
 
 
 def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(

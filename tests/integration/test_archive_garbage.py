@@ -113,10 +113,10 @@ def check_kills_leave_no_garbage(
 
 def test_kills_during_uploads_leave_no_garbage_in_a_directory(tmp_path: Path) -> None:
     def age(archive: ClusterArchive) -> None:
-        for each in archive.store.list_files(""):
-            aged_s = each.modified_ms / 1_000 - AGE_S
+        for file in archive.store.list_files(""):
+            aged_s = file.modified_ms / 1_000 - AGE_S
             with suppress(FileNotFoundError):  # an upload has ended meanwhile
-                os.utime(tmp_path / "archive" / each.name, (aged_s, aged_s))
+                os.utime(tmp_path / "archive" / file.name, (aged_s, aged_s))
 
     check_kills_leave_no_garbage(tmp_path, f"file://{tmp_path}/archive", age)
 

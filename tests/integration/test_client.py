@@ -35,8 +35,8 @@ from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     directory = tmp_path_factory.mktemp("cluster") / "local"
-    with running_cluster(directory) as found:
-        yield found
+    with running_cluster(directory) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ SHARE = 20
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     where = tmp_path_factory.mktemp("cluster") / "local"
-    with running_cluster(where, storage_count=1, server_count=1) as found:
-        yield found
+    with running_cluster(where, storage_count=1, server_count=1) as cluster:
+        yield cluster
 
 
 class Counter:
@@ -132,7 +132,7 @@ def test_a_filtered_feed_sends_proportionally_fewer_bytes(
             client.append_batch(partition, payload, rows, client_high_water_mark=-1)
             for _ in range(batches)
         ]
-        assert all(each.result(TEST_TIMEOUT_S).transaction_ids.min() > mark for each in appends)
+        assert all(append.result(TEST_TIMEOUT_S).transaction_ids.min() > mark for append in appends)
         last = client.high_water_mark(partition)
         client.mount([partition])
         layout = client.layout()

@@ -53,8 +53,8 @@ STRUCT_HEADER = 8
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenLog]:
-    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
-        yield found
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as log:
+        yield log
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def follow(written: WrittenLog, table: Path, *more: str) -> dict[int, int]:
     """Run the command up to the end of the log; return the marks that it prints."""
     result = run_command(*written.command(table, "--until", "now", "--json", *more))
     assert result.returncode == 0, result.stderr
-    return {int(each): mark for each, mark in json.loads(result.stdout)["marks"].items()}
+    return {int(partition): mark for partition, mark in json.loads(result.stdout)["marks"].items()}
 
 
 def test_the_table_equals_a_replay_of_the_log(written: WrittenLog, tmp_path: Path):
@@ -221,7 +221,7 @@ def test_a_table_may_be_added_to_those_of_a_follower(
     before = marks_by_version(tmp_path / "rules")
     result = run_command(*follow_all(written, tables))
     assert result.returncode == 0, result.stderr
-    marks = {"marks": {str(each): mark for each, mark in end_marks(written).items()}}
+    marks = {"marks": {str(partition): mark for partition, mark in end_marks(written).items()}}
     paths = [str(tmp_path / name) for name in ("rules", "pairs", "found")]
     assert json.loads(result.stdout) == {"tables": dict.fromkeys(paths, marks)}
     assert marks_by_version(tmp_path / "rules") == before
@@ -320,7 +320,7 @@ def test_after_a_restore_another_follower_continues_from_its_marks(
     assert failed.returncode == 1
     assert "is a RESTORE after the last commit of follower 'follow'" in failed.stderr
     assert read_table(table) == written.replayed(restored)
-    marks = json.dumps({str(each): mark for each, mark in restored.items()})
+    marks = json.dumps({str(partition): mark for partition, mark in restored.items()})
     assert follow(written, table, "--follower", "again", "--start-marks", marks) == end_marks(
         written
     )
@@ -406,7 +406,7 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
     url = f"file://{tmp_path}/archive"
     with archiving_cluster(tmp_path, url) as cluster:
         count_all = len(append_and_archive(cluster, ClusterArchive(url)))
-        before = str(min(oldest_segment_first_id(cluster, each) for each in STORAGES))
+        before = str(min(oldest_segment_first_id(cluster, storage) for storage in STORAGES))
         connect = ["--connect", cluster.connect]
         result = run_command(
             "archive", "expire", *connect, "--before", before, "--partition", "0", "--yes"
@@ -421,8 +421,8 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
         result = run_command(*words, "--json")
         assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout) == {"marks": {"0": count_all - 1}}
-    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
-    assert sorted(found) == list(range(first, count_all))
+    rows = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
+    assert sorted(rows) == list(range(first, count_all))
 
 
 def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClient, tmp_path: Path):
@@ -481,8 +481,8 @@ def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
         assert not (tmp_path / "table").exists()
     result = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
     assert result.returncode == 0, result.stderr
-    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["id"].to_pylist()
-    assert sorted(found) == [ord("a"), ord("b")]
+    rows = DeltaTable(tmp_path / "table").to_pyarrow_table()["id"].to_pylist()
+    assert sorted(rows) == [ord("a"), ord("b")]
     words[1] = str(tmp_path / "other")
     words[words.index("id:int64")] = "value:int64"
     words[words.index(str(SECRET_HEADER))] = "1"

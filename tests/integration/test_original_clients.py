@@ -39,8 +39,8 @@ class Counters:
 
 def endpoints_of(*servers: Server) -> dict[str, dict[int, int]]:
     return {
-        each.address: {int(p): int(h.partition.generation) for p, h in each.hosts.items()}
-        for each in servers
+        server.address: {int(p): int(h.partition.generation) for p, h in server.hosts.items()}
+        for server in servers
     }
 
 
@@ -174,8 +174,8 @@ def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
             ]
             is_over = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
-                for each in models:
-                    tasks.create_task(count_until(is_over, *each))
+                for model in models:
+                    tasks.create_task(count_until(is_over, *model))
                 await applied_more(models)
                 async with asyncio.TaskGroup() as serving:
                     second = await world.serve(serving)

@@ -71,7 +71,9 @@ def test_clients_follow_a_partition_that_moves(connect: str, nodes: Nodes):
         assert append_and_wait(client, 0, b"there") == 2
         context = RecordingContext(0)
         assert client.submit(context).result(TEST_TIMEOUT_S) == 3
-        assert [struct.unpack_from(">i", each[0], 4)[0] for each in cluster.logs[0].records] == [
+        assert [
+            struct.unpack_from(">i", record[0], 4)[0] for record in cluster.logs[0].records
+        ] == [
             1,
             1,
             2,
@@ -102,9 +104,9 @@ def test_commands_work_with_0_13_servers_that_they_query(
     connect: str, capsys: pytest.CaptureFixture[str]
 ):
     code, text = run(capsys, "cluster", "verify", "--connect", connect, "--json")
-    found = json.loads(text)["findings"]
+    findings = json.loads(text)["findings"]
     assert code == 1  # findings: the cluster has no storages
-    assert not [each for each in found if "server" in each]
+    assert not [finding for finding in findings if "server" in finding]
     code, text = run(capsys, "cluster", "check-connectivity", "--connect", connect, "--json")
     assert json.loads(text)["is_healthy"]
     code, text = run(capsys, "doctor", "--connect", connect, "--json")

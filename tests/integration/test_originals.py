@@ -31,7 +31,7 @@ NOT_FOUND = (
 def captured(name: str, number: int = 0) -> bytes:
     """Return the n-th captured frame of a name."""
     examples = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    found = [each["frame_hex"] for each in examples if each["name"] == name]
+    found = [example["frame_hex"] for example in examples if example["name"] == name]
     return bytes.fromhex(found[number])
 
 
@@ -99,8 +99,8 @@ async def dialing(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]
     try:
         yield dial
     finally:
-        for each in wires:
-            each.close()
+        for wire in wires:
+            wire.close()
 
 
 @contextlib.contextmanager

@@ -103,15 +103,15 @@ def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> 
 def requests(protocol: WireProtocol, partition: int) -> list[Message]:
     """Return every request of a protocol, each form of it once."""
     messages_found = []
-    for each in message_classes(protocol):
-        declared = each.requires
+    for message_class in message_classes(protocol):
+        declared = message_class.requires
         if isinstance(declared, RequirementByField):
             messages_found += [
-                sample_message(each, partition, **{declared.field: value})
+                sample_message(message_class, partition, **{declared.field: value})
                 for value in declared.requirements
             ]
         elif isinstance(declared, Requirement):
-            messages_found.append(sample_message(each, partition))
+            messages_found.append(sample_message(message_class, partition))
     return messages_found
 
 
@@ -373,7 +373,7 @@ def test_a_revoked_grant_ends_appends_and_feeds(access: ClusterAccess):
 def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: ClusterAccess):
     """A client may get a new token at any time, so it retries."""
     callbacks = RecordingCallbacks()
-    others = {key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "read"}
+    others = {key: token for key, token in PERMISSIONS.tokens.items() if token.principal != "read"}
     with (
         WaltzClient(access.connect("writer")) as writer,
         WaltzClient(access.connect("read")) as reader,
@@ -580,7 +580,7 @@ def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Cl
         content = Path(file).read_text()
         Path(file).write_text((Path(file).parent / "append").read_text())
         others = {
-            key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "writer"
+            key: token for key, token in PERMISSIONS.tokens.items() if token.principal != "writer"
         }
         access.write(dataclasses.replace(PERMISSIONS, tokens=others))
         # One that was sent before the client noticed the end of its connection may have been lost.

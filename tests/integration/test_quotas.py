@@ -121,7 +121,7 @@ def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool
     with WaltzClient(access.connect(GREEDY)) as client:
         payload = bytes(ROW_BYTES)
         futures = [client.append(payload, partition=partition) for _ in range(rows)]
-        ids = [each.result() for each in futures]
+        ids = [future.result() for future in futures]
         access.write(with_limits(bytes_per_s=2 * LIMIT_BYTES_PER_S))
         replicas = client.replicas(partition) if at_storages else None
         began_s = time.monotonic()
@@ -217,6 +217,6 @@ def test_a_client_over_its_connection_limit_gets_the_reason(access: ClusterAcces
 
 def metrics_page(access: ClusterAccess) -> str:
     """Return the server's metrics; they are updated once a second."""
-    port = next(each.http_port for each in access.cluster.members if each.name == "server-1")
+    port = next(member.http_port for member in access.cluster.members if member.name == "server-1")
     with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return str(answer.read().decode())

@@ -34,17 +34,19 @@ SCHEMA = pa.schema(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running_cluster(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as found:
-        with WaltzClient(found.connect, PATIENT_CLIENT) as client:
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as cluster:
+        with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
             futures = [
                 client.append(
-                    msgpack.packb({"id": each, "filler": FILLER}), partition=each % 2, header=each
+                    msgpack.packb({"id": number, "filler": FILLER}),
+                    partition=number % 2,
+                    header=number,
                 )
-                for each in range(ROWS)
+                for number in range(ROWS)
             ]
             for future in futures:
                 future.result()
-        yield found
+        yield cluster
 
 
 @pytest.fixture

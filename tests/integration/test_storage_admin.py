@@ -77,10 +77,10 @@ class OriginalTool:
     async def ask(self, message):
         answer = await self.exchange(b"".join(codec.encode(message, 0)))
         assert answer[:3] == b"A\0\0"
-        found = codec.decode(WireProtocol.ADMIN, 0, memoryview(answer)[7:])
-        assert isinstance(found, AdminMessage)
-        assert found.sequence == message.sequence
-        return found
+        decoded = codec.decode(WireProtocol.ADMIN, 0, memoryview(answer)[7:])
+        assert isinstance(decoded, AdminMessage)
+        assert decoded.sequence == message.sequence
+        return decoded
 
 
 @asynccontextmanager
@@ -148,11 +148,11 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
             assert held == CAPTURED["ASSIGNED_PARTITION_STATUS_RESPONSE", 0]
             assert await tool.exchange(CAPTURED["PARTITION_ASSIGNMENT_REQUEST", 1]) == done(1)
             assert await tool.exchange(CAPTURED["PARTITION_AVAILABLE_REQUEST", 2]) == done(2)
-            found = await tool.ask(HeldRequest(3))
-            assert found == HeldResponse(3, ((0, True), (1, True), (2, True), (3, False)))
+            answer = await tool.ask(HeldRequest(3))
+            assert answer == HeldResponse(3, ((0, True), (1, True), (2, True), (3, False)))
             assert await tool.exchange(CAPTURED["PARTITION_ASSIGNMENT_REQUEST", 5]) == done(5)
-            found = await tool.ask(HeldRequest(6))
-            assert found == HeldResponse(6, ((0, True), (1, True), (2, True)))
+            answer = await tool.ask(HeldRequest(6))
+            assert answer == HeldResponse(6, ((0, True), (1, True), (2, True)))
             assert list((tmp_path / "3").iterdir()) == []
             marks = await tool.ask(SessionInfoRequest(7, 2))
             assert marks == SessionInfoResponse(7, 2, -1, -1, -1)
@@ -176,8 +176,8 @@ def test_a_tool_of_0_13_reads_its_fields(tmp_path):
             async with original_tool(port) as tool:
                 read = await tool.ask(RecordListRequest(1, 0, 25, 20))
                 assert isinstance(read, RecordListResponse)
-                assert [one.transaction_id for one in read.records] == [25, 26, 27, 28, 29]
-                assert {one.data for one in read.records} == {b"data"}
+                assert [record.transaction_id for record in read.records] == [25, 26, 27, 28, 29]
+                assert {record.data for record in read.records} == {b"data"}
                 metrics = await tool.ask(MetricsRequest(2))
                 assert isinstance(metrics, MetricsResponse)
                 gauges = json.loads(bytes(metrics.json))["gauges"]

@@ -173,7 +173,7 @@ def test_acknowledged_data_survives_a_kill(tmp_path):
             answers = []
             while len(answers) < 10:
                 answers += await owner.link.receive()
-            assert all(isinstance(each, Appended) for each in answers), answers
+            assert all(isinstance(answer, Appended) for answer in answers), answers
             assert answers[-1].synced_max == 999
             await check_records(owner)
             return first.storage_id, owner.owner.chain
@@ -207,9 +207,9 @@ def test_acknowledged_data_survives_a_kill(tmp_path):
 def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
     async def prepared_by(address, session_id):
         async with session(address, session_id) as owner:
-            found = await owner.prepare()
+            prepared = await owner.prepare()
             await owner.engage()
-            return owner.link.version, found.last_session, found.engaged_session
+            return owner.link.version, prepared.last_session, prepared.engaged_session
 
     with running_storage(tmp_path) as storage:
         assert on_loop(prepared_by(storage.address, 5)) == (4, -1, -1)
@@ -574,10 +574,10 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
                 assert not await is_served(address, 6)
             await asyncio.Event().wait()  # an error of `served_replicas` ends the daemon
 
-    with pytest.raises(ExceptionGroup) as found:
+    with pytest.raises(ExceptionGroup) as caught:
         on_loop(main())
-    (error,) = found.value.exceptions
-    assert isinstance(error, errors.MissingSegment), found.value.exceptions
+    (error,) = caught.value.exceptions
+    assert isinstance(error, errors.MissingSegment), caught.value.exceptions
     assert "waltz-storage.ctl: the file was deleted or replaced while this process" in str(error)
     assert "cluster replace-storage" in str(error)
     assert not (tmp_path / "data").exists()

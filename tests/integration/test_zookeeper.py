@@ -289,8 +289,8 @@ async def proxy(
         finally:
             # Close also the connections that are cancelled with the loop: an open connection would
             # fail another test.
-            for each in both_ways:
-                each.transport.abort()
+            for end in both_ways:
+                end.transport.abort()
 
     async def forward(reader, writer, choose):
         with contextlib.suppress(ConnectionError):

@@ -194,7 +194,7 @@ def check_all_nodes(users: ZooKeeperUsers, root: str, user: str) -> None:
             if administrator.exists(path).ephemeralOwner:
                 expected = expected.replace("c", "").replace("d", "")
             assert permissions_found(client, users, path) == expected, path
-        assert rows == {each.path for each in ZNODES} - RESERVED
+        assert rows == {znode.path for znode in ZNODES} - RESERVED
         above = root.rpartition("/")[0]
         expected = {"administrator": "crwda"}.get(user, "r")
         assert permissions_found(client, users, above) == expected
@@ -346,7 +346,7 @@ def test_a_user_may_remove_another_user_from_the_auth_file(users: ZooKeeperUsers
 
 def identities(client: KazooClient, root: str) -> set[str]:
     """Return all users that the access lists name."""
-    return {each.id.id for path in tree(client, root) for each in client.get_acls(path)[0]}
+    return {entry.id.id for path in tree(client, root) for entry in client.get_acls(path)[0]}
 
 
 def identity(name: str, password: str) -> str:

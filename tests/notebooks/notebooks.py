@@ -34,14 +34,14 @@ class Notebook:
 
     def output(self) -> str:
         """Return the printed output."""
-        return "".join(each.text for each in self.outputs if each.get("name") == "stdout")
+        return "".join(output.text for output in self.outputs if output.get("name") == "stdout")
 
     def errors(self) -> list[str]:
         """Return its lines on stderr, without the warnings of a slow machine, and its errors."""
-        stderr = [each.text for each in self.outputs if each.get("name") == "stderr"]
+        stderr = [output.text for output in self.outputs if output.get("name") == "stderr"]
         lines = [line for text in stderr for line in text.splitlines()]
         wrong = [line for line in lines if not line.startswith(SLOW_MACHINE_WARNING)]
-        return wrong + [each.evalue for each in self.outputs if each.output_type == "error"]
+        return wrong + [output.evalue for output in self.outputs if output.output_type == "error"]
 
     def images(self) -> list[str]:
         """Return its pictures, in base64."""

@@ -294,7 +294,7 @@ class World:
 
     def rows_to_answer(self, requests: Collection[ReqId]) -> set[ReqId]:
         """Return the rows that must be answered, because their connection is open."""
-        return {each for each in requests if self.mount_of[each] not in self.closed}
+        return {request for request in requests if self.mount_of[request] not in self.closed}
 
     def on_answer(self, message: AppendResult) -> None:
         assert message.req_id not in self.answers, "a row was answered twice"
@@ -337,7 +337,10 @@ class World:
                     )
                     assert conflict == -1 or conflict > self.rows[req_id].mark
         unreported = {
-            row for each in self.requests if each not in self.answers for row in self.rows_of(each)
+            row
+            for request in self.requests
+            if request not in self.answers
+            for row in self.rows_of(request)
         }
         committed = {req_id for req_id in self.log if req_id.client_id != FOREIGN}
         assert reported == committed - unreported

@@ -97,8 +97,8 @@ def by_function(row: tuple) -> list[tuple[Key, int | None]]:
     """Return up to four changes of a transaction, of two keys."""
     _, _, _, account, day, _, value = row
     return [
-        ((account, (day + each) % 2), None if (value + each) % 3 == 0 else value + each)
-        for each in range(value % 5)
+        ((account, (day + number) % 2), None if (value + number) % 3 == 0 else value + number)
+        for number in range(value % 5)
     ]
 
 

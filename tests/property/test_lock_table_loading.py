@@ -44,7 +44,7 @@ class History:
         first = before.last + 1
         last = first + rng.choice((0, 0, 2))
         end = LogEnd(TransactionId(last), rng.randbytes(16))
-        locks = [(each, rng.randrange(LOCKS)) for each in range(first, last + 1)]
+        locks = [(number, rng.randrange(LOCKS)) for number in range(first, last + 1)]
         packed = struct.pack(f">{len(locks)}i", *(lock for _, lock in locks))
         block = encode(TransactionId(first), end, before.chain, packed)
         for file in self.files:
@@ -57,7 +57,7 @@ class History:
         """Truncate the last batches of the log; the lock files still have their blocks."""
         keep = max(1, len(self.ends) - self.rng.randrange(3))
         del self.ends[keep:]
-        self.writes = [each for each in self.writes if each[0] <= self.end.last]
+        self.writes = [write for write in self.writes if write[0] <= self.end.last]
 
     def spoil(self) -> None:
         rng, position = self.rng, self.rng.randrange(3)

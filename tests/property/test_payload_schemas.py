@@ -257,5 +257,5 @@ def test_columns_get_the_values_of_any_version_of_a_schema(data):
         expected.append({name: row.get(name) for name in wanted})
     unpacker = Unpacker(fields, "avro", decode=lambda each: codecs[each[0]].decode(each[1:]))
     columns = unpacker.columns(pa.array(payloads, pa.binary()), str)
-    found = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)).to_pylist()
-    assert found == expected
+    rows = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)).to_pylist()
+    assert rows == expected

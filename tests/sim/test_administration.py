@@ -110,7 +110,7 @@ def admin_connection(cluster, schedule):
     for _ in range(100):  # supervisors restart the storages that are down
         hands.put_back()
         cluster.world.run(100 * US_PER_MS)
-        up = [each.engine for each in cluster.storages.values()]
+        up = [storage.engine for storage in cluster.storages.values()]
         are_up = all(engine is not None and engine.is_available(0) for engine in up)
         if are_up and len(hands.outcome) == hands.asked_count:
             break  # Otherwise requests may still wait for a disk that hung.

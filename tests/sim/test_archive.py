@@ -46,7 +46,7 @@ class World:
 
     @property
     def uploading(self):
-        return [each for each in self.cluster.storages.values() if each.is_uploading]
+        return [storage for storage in self.cluster.storages.values() if storage.is_uploading]
 
 
 @pytest.fixture
@@ -292,7 +292,9 @@ def test_a_restored_partition_continues_its_log(seed):
     cluster.start_clients()
     assert cluster.world.run(5_000 * US_PER_MS, until=lambda: cluster.checks.counts["archived"])
     assert cluster.coordinator.marker.archived.last > mark.last
-    starts = [each.log.start.transaction_id for each in cluster.storages.values() if each.log]
+    starts = [
+        storage.log.start.transaction_id for storage in cluster.storages.values() if storage.log
+    ]
     assert max(starts) >= mark.last
     cluster.run_until_recovered()
     assert cluster.checks.counts["replica reset"] >= 3

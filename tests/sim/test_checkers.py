@@ -582,7 +582,7 @@ def test_at_most_once_detects_an_operation_that_is_in_the_log_twice(world):
 
 
 def feed_rows(world, first, count, *, skip=0):
-    headers = b"".join(one[8:28] for one in world.history.records[first + skip :][:count])
+    headers = b"".join(record[8:28] for record in world.history.records[first + skip :][:count])
     return client_events.FeedAdvanced(first, count, headers)
 
 
@@ -1197,7 +1197,9 @@ def test_whole_objects_expire(expiring):
     last = expiring.coordinator.marker.archived.last
     ends = {first_end(expiring) - 1}
     with fails("Expired"):
-        expires(expiring, next(each for each in range(1, last) if each - 1 not in ends), last + 1)
+        expires(
+            expiring, next(number for number in range(1, last) if number - 1 not in ends), last + 1
+        )
 
 
 def test_expired_objects_stay_for_the_grace_period(expiring):

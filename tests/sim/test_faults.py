@@ -86,7 +86,7 @@ def test_the_budget_permits_data_loss_on_one_replica_until_its_repair():
 def test_a_rotten_replica_is_not_trusted_even_if_engaged():
     cluster = settled_cluster()
     victim = cluster.storages[A]
-    (path,) = [each for each in victim.disk.files() if each.name == "0000000000000000000.seg"]
+    (path,) = [file for file in victim.disk.files() if file.name == "0000000000000000000.seg"]
     victim.disk.flip_bits(path, 500)
     cluster.budget.record_loss(victim)
     new_session(cluster)
@@ -217,7 +217,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
     cluster = settled_cluster()
     assert disk_faults.spoiled_slot(cluster, FixedRolls())
     assert cluster.checks.counts["spoiled .ctl"] == 1
-    assert any(each.name == SLOTS_NAME for each in cluster.storages[A].disk.files())
+    assert any(file.name == SLOTS_NAME for file in cluster.storages[A].disk.files())
     assert repair_and_count(cluster)["storage replaced"] == 0
 
 
@@ -340,7 +340,7 @@ def test_a_stranded_owner_reports_no_old_mark():
     counts = [
         repair_and_count(cluster_with_stranded_owner(seed, think_ms=10)[0]) for seed in (8, 12, 15)
     ]
-    assert sum(each["mark requested from an old owner"] for each in counts) > 5
+    assert sum(count["mark requested from an old owner"] for count in counts) > 5
 
 
 def test_the_only_server_is_not_stranded():
@@ -370,7 +370,7 @@ def test_a_client_receives_a_stale_answer():
     for _ in range(20):
         cluster.coordinator.owner_for(cluster.clients[0], answers.append)
     cluster.world.run(10 * US_PER_MS)
-    assert {each.owner for each in answers} > {"server1"}
+    assert {answer.owner for answer in answers} > {"server1"}
 
 
 def test_replicas_are_reassigned_while_one_storage_is_down():

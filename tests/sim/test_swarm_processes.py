@@ -35,7 +35,7 @@ def started():
 
 
 def are_at_work(processes):
-    return sum(sum(each.cpu_times()[:2]) > 1.5 for each in processes) >= 2
+    return sum(sum(process.cpu_times()[:2]) > 1.5 for process in processes) >= 2
 
 
 def interrupted_when(is_interrupt_due):

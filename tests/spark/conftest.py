@@ -48,5 +48,5 @@ def connect(cluster: waltz_core.local.LocalCluster) -> str:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenLog]:
     """Yield a log of row changes, in a separate cluster."""
-    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
-        yield found
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as log:
+        yield log

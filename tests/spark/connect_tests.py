@@ -188,10 +188,10 @@ def test_a_plain_spark_session_reports_the_same_error(spark: SparkSession, conne
     with pytest.raises(AnalysisException) as caught:
         plain_session.read.format("waltz").option("partition", "3").load(connect).collect()
     assert not isinstance(caught.value, errors.WaltzError)
-    found = waltz_spark.error_of(caught.value)
-    assert type(found) is errors.BadConfig
-    assert str(found) in str(caught.value).splitlines()[0]
-    assert "did you mean 'partitions'?" in str(found)
+    error = waltz_spark.error_of(caught.value)
+    assert type(error) is errors.BadConfig
+    assert str(error) in str(caught.value).splitlines()[0]
+    assert "did you mean 'partitions'?" in str(error)
 
 
 def test_a_named_write_is_written_once(
@@ -216,10 +216,10 @@ def test_a_named_write_is_written_once(
     assert is_one_sentence(caught.value)
     with pytest.raises(errors.BadRequest, match=sentence):
         waltz_spark.append(fewer, connect, writeId=name, resultsPath=tmp_path / "fewer")
-    found = Counter(
+    counts = Counter(
         int(bytes(row.data)) for row in read_after_marks(spark, connect, marks).collect()
     )
-    assert found == Counter(dict.fromkeys(range(400), 1))
+    assert counts == Counter(dict.fromkeys(range(400), 1))
 
 
 def test_views_and_inserts_of_sql_work_over_connect(
@@ -318,10 +318,10 @@ def test_foreach_batch_is_written_once(
     with pytest.raises(PySparkException, match="after the write"):
         run().awaitTermination(TEST_TIMEOUT_S)
     await_query(run())
-    found = Counter(
+    counts = Counter(
         int(bytes(row.data)) for row in read_after_marks(spark, connect, marks).collect()
     )
-    assert found == Counter(dict.fromkeys(range(80), 1))
+    assert counts == Counter(dict.fromkeys(range(80), 1))
 
 
 def test_a_stream_with_wrong_columns_is_rejected(

@@ -229,18 +229,18 @@ class StandaloneSpark:
         found = []
         for worker in self.workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                for each in psutil.Process(worker.pid).children(recursive=True):
+                for child in psutil.Process(worker.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        is_python = PYTHON_WORKER in each.cmdline()
-                        if is_python and PYTHON_WORKER in each.parent().cmdline():
-                            found.append(each.pid)
+                        is_python = PYTHON_WORKER in child.cmdline()
+                        if is_python and PYTHON_WORKER in child.parent().cmdline():
+                            found.append(child.pid)
         return found
 
 
 def connections_of(pid: int) -> list[int]:
     """Return the remote port of each TCP connection that a process has, in its own network."""
     try:
-        handles = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        handles = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
         table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     except OSError:  # it has ended
         return []

@@ -47,7 +47,7 @@ class Archived(NamedTuple):
 
     def reader(self, columns: str) -> WaltzBatchReader:
         options = parse_read({**self.options, "columns": columns}, Purpose.BATCH)
-        schema = StructType([StructField(each, TYPES[each]) for each in options.columns])
+        schema = StructType([StructField(column, TYPES[column]) for column in options.columns])
         return WaltzBatchReader(options, schema)
 
 
@@ -89,9 +89,9 @@ def test_a_read_from_the_archive_has_all_rows(spark: SparkSession, archived: Arc
     def log(**more: str) -> DataFrame:
         return spark.read.format("waltz").options(**archived.options, **more).load()
 
-    found = log().select("partition", "transaction_id", "header", "data").collect()
-    assert {(each[0], each[1], each[2], bytes(each[3])) for each in found} == archived.rows
-    assert len(found) == len(archived.rows)
+    rows = log().select("partition", "transaction_id", "header", "data").collect()
+    assert {(row[0], row[1], row[2], bytes(row[3])) for row in rows} == archived.rows
+    assert len(rows) == len(archived.rows)
     filtered = log(headers="1", columns="partition,header")
     assert filtered.count() == sum(header == 1 for _, _, header, _ in archived.rows)
     times = log(columns="commit_time").orderBy("commit_time").collect()

@@ -120,9 +120,9 @@ def test_an_error_is_shown_without_a_stack_and_with_its_class(
         (on_driver, "no column"),
     ):
         assert "Traceback" not in str(caught.value)
-        found = waltz_spark.error_of(caught.value)
-        assert type(found) is errors.BadRequest
-        assert expected in str(found)
+        error = waltz_spark.error_of(caught.value)
+        assert type(error) is errors.BadRequest
+        assert expected in str(error)
     with pytest.raises(errors.BadRequest, match="found 9"):
         waltz_spark.append(outside, connect)
 

@@ -37,7 +37,7 @@ ROWS = [
 
 
 def without_spark(connect: str, table: Path, start: dict[int, int], *more: str) -> CompletedProcess:
-    marks = json.dumps({str(each): mark for each, mark in start.items()})
+    marks = json.dumps({str(partition): mark for partition, mark in start.items()})
     line = ["follow", str(table), "--connect", connect, "--key", "id", "--until", "now"]
     return run_command(
         *line, "--delete-where", "_d", *(["--start-marks", marks] if start else []), *more

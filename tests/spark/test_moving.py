@@ -49,7 +49,7 @@ def log() -> Iterator[LocalCluster]:
                     client.append_batch(partition, payload, BATCH, client_high_water_mark=-1)
                     for payload in (batch(partition, first) for first in range(0, ROWS, BATCH))
                 ]
-                committed = [each.result(TEST_TIMEOUT_S).committed_count for each in futures]
+                committed = [future.result(TEST_TIMEOUT_S).committed_count for future in futures]
                 assert committed == [BATCH] * len(futures)
         yield cluster
 
@@ -82,7 +82,7 @@ def wait_in_first_task(
     """Return a function that makes the first task report that it reads, and wait to continue."""
 
     def wait_and_return(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for each in batches:
+        for batch in batches:
             context = TaskContext.get()
             assert context is not None
             if context.partitionId() == 0:
@@ -91,7 +91,7 @@ def wait_in_first_task(
                     if (directory / "go").exists():
                         break
                     threading.Event().wait(0.02)
-            yield each
+            yield batch
 
     return wait_and_return
 
@@ -117,16 +117,16 @@ def read_while(
     )
     table = table.mapInArrow(wait_in_first_task(directory), table.schema)
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(
+        job = thread.submit(
             lambda: table.selectExpr("partition", "transaction_id", "crc32(data) AS crc").collect()
         )
         try:
-            await_task(directory, found)
+            await_task(directory, job)
             event()
         finally:
             (directory / "go").touch()
         return sorted(
-            (row.partition, row.transaction_id, row.crc) for row in found.result(TEST_TIMEOUT_S)
+            (row.partition, row.transaction_id, row.crc) for row in job.result(TEST_TIMEOUT_S)
         )
 
 
@@ -147,12 +147,12 @@ def has_servers(log: LocalCluster, *names: str) -> bool:
     """Whether these servers are registered; one that was started a moment ago may not be yet."""
     servers = show_cluster(log)["servers"]
     assert isinstance(servers, dict)
-    return {member_address(log, each) for each in names} <= set(servers.values())
+    return {member_address(log, name) for name in names} <= set(servers.values())
 
 
 def marks(log: LocalCluster) -> dict[int, int]:
     with WaltzClient(log.connect) as client:
-        return {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        return {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
 
 
 class Writer:
@@ -278,9 +278,9 @@ def is_settled(log: LocalCluster) -> bool:
     """Return whether both servers own a partition and all replicas are engaged."""
     partitions = show_cluster(log)["partitions"]
     assert isinstance(partitions, dict)
-    return len({each["server"] for each in partitions.values()}) == 2 and are_all_replicas_engaged(
-        log
-    )
+    return len(
+        {partition["server"] for partition in partitions.values()}
+    ) == 2 and are_all_replicas_engaged(log)
 
 
 def read_bytes(log: LocalCluster, name: str) -> float:
@@ -288,7 +288,7 @@ def read_bytes(log: LocalCluster, name: str) -> float:
     url = f"http://127.0.0.1:{log.member(name).http_port}/metrics"
     with urllib.request.urlopen(url, timeout=TEST_TIMEOUT_S) as page:
         lines = page.read().decode().splitlines()
-    return sum(float(each.split()[-1]) for each in lines if each.startswith(READ_BYTES))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(READ_BYTES))
 
 
 READ_BYTES = "waltz_storage_read_bytes_total"
@@ -317,10 +317,10 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
         log.kill(near)
 
     try:
-        found = read_while(spark, log, tmp_path / "batch", kill, group=group)
+        rows = read_while(spark, log, tmp_path / "batch", kill, group=group)
     finally:
         log.start(near)
-    assert found == EXPECTED
+    assert rows == EXPECTED
     assert at_kill[near] > 4 * ROW_BYTES
     assert at_kill[names[0]] == at_kill[names[2]] == 0
     # The remaining rows come from the other storages. If a new store session has begun, these

@@ -49,7 +49,7 @@ def counters(spark: SparkSession, key: int, more: int, value: int, count: int = 
 def values_of(spark: SparkSession, connect: str) -> ValuesOf:
     """Return a function that reads `more` and `value` of a key's rows since the test began."""
     since = waltz_spark.snapshot(spark, connect).high_water_marks
-    marks = json.dumps({str(each): mark for each, mark in since.items()})
+    marks = json.dumps({str(partition): mark for partition, mark in since.items()})
 
     def values(key: int) -> list[tuple[int, int]]:
         reader = spark.read.format("waltz").options(
@@ -105,9 +105,9 @@ def test_jobs_add_to_one_counter(spark: SparkSession, connect: str, values_of: V
     with ThreadPoolExecutor(5) as pool:
         recomputed = list(pool.map(add, frames))
     assert sum(recomputed) == 4  # all were computed from the same empty counter
-    found = values_of(key)
+    values = values_of(key)
     total = 0
-    for more, value in found:
+    for more, value in values:
         total += more
         assert value == total
     assert total == 15
@@ -231,7 +231,7 @@ def test_results_of_several_writes_share_a_directory(
         waltz_spark.append(counters(spark, key, 1, 0), connect, dataFormat="json", resultsPath=path)
         for key in (9009, 9010)
     ]
-    assert [[row.key for row in each.results.collect()] for each in results] == [[9009], [9010]]
+    assert [[row.key for row in result.results.collect()] for result in results] == [[9009], [9010]]
     assert spark.read.schema("id long").parquet(f"{path}/part-*.snappy.parquet").count() == 3
 
 

@@ -174,8 +174,8 @@ def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
 
     def check() -> None:
         for directory, expected in ((keys, all_rows), (remaining_keys, remaining)):
-            found = read_everywhere(spark, connect, archive, directory, len(rows))
-            assert found == dict.fromkeys(found, expected)
+            payloads = read_everywhere(spark, connect, archive, directory, len(rows))
+            assert payloads == dict.fromkeys(payloads, expected)
 
     check()
     saved = run_command("backup", "--connect", connect, "--archive", archive, "--output", file)

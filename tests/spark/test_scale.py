@@ -150,14 +150,14 @@ def test_spark_plans_a_billion_and_reads_what_was_requested(
     marks = json.dumps({"7": last - 1})
     with WaltzClient(billion_cluster.connect) as client:
         high = client.high_water_mark(7)
-    found = (
+    rows = (
         spark.read.format("waltz")
         .options(partitions=7, startingHighWaterMarks=marks)
         .load(billion_cluster.connect)
         .collect()
     )
-    assert [row.transaction_id for row in found] == list(range(last, high + 1))
-    assert bytes(found[0].data) == DATA
+    assert [row.transaction_id for row in rows] == list(range(last, high + 1))
+    assert bytes(rows[0].data) == DATA
 
 
 def test_a_forged_log_continues(billion_cluster: LocalCluster) -> None:
@@ -175,7 +175,7 @@ class WorkerMonitor:
     """Polls Spark's Python workers: connections to servers, memory."""
 
     def __init__(self, cluster: LocalCluster) -> None:
-        self._ports = {each.port for each in cluster.members if each.kind == "server"}
+        self._ports = {member.port for member in cluster.members if member.kind == "server"}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample_memory)
         self.connected: list[Counter[int]] = []  # by process, for each poll that found connections
@@ -197,9 +197,9 @@ class WorkerMonitor:
                     if "pyspark" not in " ".join(process.cmdline()[:4]):
                         continue
                     count = sum(
-                        bool(each.raddr) and each.raddr.port in self._ports
-                        for each in process.net_connections("tcp")
-                        if each.status == psutil.CONN_ESTABLISHED
+                        bool(connection.raddr) and connection.raddr.port in self._ports
+                        for connection in process.net_connections("tcp")
+                        if connection.status == psutil.CONN_ESTABLISHED
                     )
                     if count:
                         found[process.pid] = count
@@ -234,7 +234,7 @@ def test_connections_are_few_for_each_worker(
         # Each task has a worker that reads, and a worker that writes.
         table = spark.read.format("waltz").options(columns="data", minPartitions=8)
         write(table.load(ordinary_cluster.connect), ordinary_cluster.connect)
-    servers = sum(each.kind == "server" for each in ordinary_cluster.members)
+    servers = sum(member.kind == "server" for member in ordinary_cluster.members)
     assert watch.connected
     for found in watch.connected:
         assert sum(found.values()) < 2 * len(found) * servers

@@ -38,7 +38,8 @@ def snippets(page: str) -> list[str]:
     """Return the snippets of a page, each at its line."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found = [
-        "\n" * (text.count("\n", 0, each.start()) + 1) + each[1] for each in SNIPPET.finditer(text)
+        "\n" * (text.count("\n", 0, match_.start()) + 1) + match_[1]
+        for match_ in SNIPPET.finditer(text)
     ]
     assert len(found) == text.count("```python")
     return found

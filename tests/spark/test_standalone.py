@@ -40,12 +40,12 @@ class WaltzAndSpark:
 
     def ports(self, kind: str) -> tuple[int, ...]:
         """Return the ports at which members of a kind listen for clients."""
-        return tuple(each.port for each in self.waltz.members if each.kind == kind)
+        return tuple(member.port for member in self.waltz.members if member.kind == kind)
 
     @property
     def hosts(self) -> set[str]:
         """The addresses of Spark's workers."""
-        return {each.address for each in self.spark.worker_hosts}
+        return {worker_host.address for worker_host in self.spark.worker_hosts}
 
     def total(self, metric: str) -> float:
         """Return a counter's sum over its labels and over all daemons that have it."""
@@ -99,7 +99,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(
         "zone": "UTC",
         "rows_in_batch": "10000",
     }
-    assert {each["Host"] for each in job.attempts() if each["won"]} == programs.hosts
+    assert {attempt["Host"] for attempt in job.attempts() if attempt["won"]} == programs.hosts
 
     # If a task had read through a server, the server would have read its cache, or fetched records.
     assert programs.total("waltz_server_cache_reads_total") == 0
@@ -155,7 +155,7 @@ def test_two_concurrent_attempts_of_a_task_write_each_row_once(
         "speculation_job.py", programs.waltz.connect, str(tmp_path), imports_tests=True
     )
     assert job.exit_code == 0, job.errors[-6_000:]
-    attempts = [each for each in job.attempts() if each["Index"] == SLOW_TASK]
+    attempts = [attempt for attempt in job.attempts() if attempt["Index"] == SLOW_TASK]
     assert len(attempts) == 2 * len(WRITES)
     for first, second in zip(attempts[::2], attempts[1::2], strict=True):
         assert (second["Attempt"], second["Speculative"]) == (1, True)

@@ -45,7 +45,9 @@ def test_the_lag_of_a_query_grows_between_its_micro_batches(
     waltz_spark.export_metrics(separate_session, connect)
     with WaltzClient(connect) as client:
         labels = {"cluster": client.cluster().name, "query": "reader", "source": "0"}
-        start_marks = {str(each): mark for each, mark in client.high_water_marks().items()}
+        start_marks = {
+            str(partition): mark for partition, mark in client.high_water_marks().items()
+        }
     append(connect, 1, 3)
     rows = separate_session.readStream.format("waltz").option(
         "startingHighWaterMarks", json.dumps(start_marks)

@@ -30,7 +30,7 @@ class StreamedTable:
         self.spark, self.connect, self.path = spark, connect, path
         with WaltzClient(connect) as client:
             marks = client.high_water_marks(linearizable=True)
-        self.marks = json.dumps({str(each): int(mark) for each, mark in marks.items()})
+        self.marks = json.dumps({str(partition): int(mark) for partition, mark in marks.items()})
 
     def add_batch(self, number: int) -> None:
         """Add a file, the input of one micro-batch."""
@@ -238,5 +238,5 @@ def test_a_named_append_reports_its_first_run_and_rejects_other_rows(
             waltz_spark.append(days[day], connect, writeId="daily")
     empty = days["monday"].limit(0)
     results = [waltz_spark.append(empty, connect, writeId="empty") for _ in range(2)]
-    assert [each.already_committed for each in results] == [False, True]
-    assert [each.results.count() for each in results] == [0, 0]
+    assert [result.already_committed for result in results] == [False, True]
+    assert [result.results.count() for result in results] == [0, 0]

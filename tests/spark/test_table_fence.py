@@ -184,7 +184,7 @@ def test_each_version_of_a_table_with_two_followers_is_a_replay_of_its_marks(
 
 def test_a_table_has_one_follower(spark: SparkSession, written: WrittenLog, tmp_path: Path) -> None:
     table = tmp_path / "table"
-    half = {each: end // 2 for each, end in end_marks(written).items()}
+    half = {partition: end // 2 for partition, end in end_marks(written).items()}
     follow_table(spark, written.connect, str(table), until=half)
     df = transactions(spark.read, written.connect)
 

@@ -86,7 +86,7 @@ def check_snapshots(session: SparkSession, written: WrittenLog, table: str) -> N
     before = dict.fromkeys(range(PARTITION_COUNT), -1)
     for snapshot, marks in marks_by_snapshot(session, table).items():
         assert content(session, table, snapshot) == written.replayed(marks)
-        assert all(mark >= before.get(each, -1) for each, mark in marks.items())
+        assert all(mark >= before.get(partition, -1) for partition, mark in marks.items())
         before = marks
 
 
@@ -480,7 +480,7 @@ def test_structs_that_gain_fields_keep_their_values(
         assert all(row["places"] == [row["at"]] for row in found)
         return [row["at"].asDict() for row in found]
 
-    start = append_and_return_marks(connect, *(payload(each, x=each) for each in range(3)))
+    start = append_and_return_marks(connect, *(payload(number, x=number) for number in range(3)))
     follow_structs("x: long", start=start)
     assert rows() == [{"x": 0}, {"x": 1}, {"x": 2}]
     append_and_return_marks(connect, payload(1, x=7, y="a"), payload(3, y="b"))

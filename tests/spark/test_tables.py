@@ -206,7 +206,7 @@ def test_a_text_that_delta_reads_as_null_fails(
     spark.sql(f"CREATE TABLE delta.`{table}` ({columns}) USING delta PARTITIONED BY (day)")
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         call = {"table": str(table), "key": "day", "schema": "day string, value long"}
-        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        start = {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
         for day, more in (("mon", {"start": start}), ("tue", {})):
             client.append(msgpack.packb({"day": day, "value": 1}), partition=0).result()
             waltz_spark.follow(spark, connect, **call, **more, until="now")
@@ -230,7 +230,7 @@ def test_timestamps_in_a_partition_column_survive_the_end_of_daylight_saving_tim
     texts = [f"2026-10-25T0{hour}:30:00Z" for hour in range(2)]
     call = {"table": str(table), "key": "seen", "schema": "seen timestamp", "dataFormat": "json"}
     with WaltzClient(connect, PATIENT_CLIENT) as client:
-        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        start = {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
         for text in texts:
             client.append(json.dumps({"seen": text}).encode(), partition=0).result()
     waltz_spark.follow(session, connect, **call, start=start, until="now")
@@ -331,7 +331,7 @@ def test_column_types_equal_those_of_the_follower_without_spark(
         "rate": ("double", "double"),
     }
     with WaltzClient(connect, PATIENT_CLIENT) as client:
-        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        start = {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
         row = {"id": "a", "amount": "1.50", "seen": 5, "data_of": b"\x00", "rate": 0.5}
         client.append(msgpack.packb(row), partition=0).result()
         client.append(msgpack.packb({"id": "b"}), partition=0).result()

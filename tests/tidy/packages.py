@@ -64,7 +64,9 @@ def compose_daemons() -> Iterator[PackagedDaemon]:
 def manifests_of_kind(kind: str, path: Path = MANIFESTS_FILE) -> dict[str, dict[str, Any]]:
     """Return the manifests of a kind, by name."""
     return {
-        each["metadata"]["name"]: each for each in yaml_documents(path) if each.get("kind") == kind
+        yaml_document["metadata"]["name"]: yaml_document
+        for yaml_document in yaml_documents(path)
+        if yaml_document.get("kind") == kind
     }
 
 
@@ -83,9 +85,9 @@ def kubernetes_daemons(directory: Path, path: Path = MANIFESTS_FILE) -> Iterator
     (settings,) = manifests_of_kind("ConfigMap", path).values()
     for name, text in settings["data"].items():
         (directory / name).write_text(text, encoding="utf-8")
-    for name, found in replicated_workloads(path).items():
-        (container,) = pod_specification(found)["containers"]
-        for number in range(found["spec"]["replicas"]):
+    for name, workload in replicated_workloads(path).items():
+        (container,) = pod_specification(workload)["containers"]
+        for number in range(workload["spec"]["replicas"]):
             pod = f"{name}-{number}"
             variables = {
                 each["name"]: each["value"].replace("$(POD_NAME)", pod)

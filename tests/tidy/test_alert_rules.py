@@ -94,14 +94,14 @@ class Cluster:
 
     def kill(self, *instances: str) -> None:
         """Let the scrapes of some daemons fail."""
-        for each in instances:
-            self.set(rf'^up{{.*instance="{each}', 0)
-            self.end(rf'^(waltz|process)_.*instance="{each}')
+        for instance in instances:
+            self.set(rf'^up{{.*instance="{instance}', 0)
+            self.end(rf'^(waltz|process)_.*instance="{instance}')
 
     def series(self) -> dict[str, FaultSeries]:
         """Return all series."""
         names = {**self.before, **self.during}
-        return {each: FaultSeries(self.before.get(each), self.during.get(each)) for each in names}
+        return {name: FaultSeries(self.before.get(name), self.during.get(name)) for name in names}
 
 
 def owned(server: str, partition: int) -> dict[str, LinearValues]:
@@ -112,8 +112,8 @@ def owned(server: str, partition: int) -> dict[str, LinearValues]:
         f"waltz_server_feed_lag_transactions{{{at}}}": LinearValues(0),
         f"waltz_server_unarchived_seconds{{{at}}}": LinearValues(700),
         **{
-            f'waltz_server_replica_in_sync{{{at},replica="{each}:15280"}}': LinearValues(1)
-            for each in STORAGES
+            f'waltz_server_replica_in_sync{{{at},replica="{storage}:15280"}}': LinearValues(1)
+            for storage in STORAGES
         },
     }
 
@@ -355,12 +355,12 @@ def test_a_fault_fires_its_alert_and_no_other(title: str, tmp_path: Path) -> Non
     fault = FAULTS[title]
     cluster = Cluster(fault.before_min)
     fault.inject(cluster)
-    found = firing_alerts(
+    alerts = firing_alerts(
         cluster.series(), tmp_path, before_min=fault.before_min, during_min=fault.during_min
     )
-    assert {each.name for each in found} == fault.alerts
-    for each in found:
-        check_texts(each)
+    assert {alert.name for alert in alerts} == fault.alerts
+    for alert in alerts:
+        check_texts(alert)
 
 
 def check_texts(alert: FiringAlert) -> None:
@@ -375,7 +375,7 @@ def check_texts(alert: FiringAlert) -> None:
 
 
 def test_each_alert_has_a_fault() -> None:
-    assert set().union(*(each.alerts for each in FAULTS.values())) == set(alert_rules())
+    assert set().union(*(fault.alerts for fault in FAULTS.values())) == set(alert_rules())
 
 
 @pytest.mark.parametrize("kind", ["rules", "config"])
@@ -394,7 +394,7 @@ def test_promtool_accepts_the_queries_of_the_dashboards(tmp_path: Path) -> None:
         for panel in json.loads(text)["panels"]
         for target in panel["targets"]
     ]
-    rules = [{"record": f"query{number}", "expr": each} for number, each in enumerate(queries)]
+    rules = [{"record": f"query{number}", "expr": query} for number, query in enumerate(queries)]
     path = tmp_path / "queries.json"
     path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
     result = subprocess.run(

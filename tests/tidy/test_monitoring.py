@@ -69,7 +69,7 @@ def labels_of(query: str) -> set[str]:
     if "sum by" in query:
         return set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query))))
     names = set(METRIC.findall(query)) & set(TABLE)
-    return {"instance"}.union(*(TABLE[each].labels for each in names))
+    return {"instance"}.union(*(TABLE[name].labels for name in names))
 
 
 @pytest.mark.parametrize("panel", PANELS)
@@ -89,7 +89,7 @@ def test_panels_do_not_overlap(name: str) -> None:
     occupied_cells: set[tuple[int, int]] = set()
     for panel in json.loads(dashboards()[name])["panels"]:
         x, y, width, height = (panel["gridPos"][key] for key in "xywh")
-        cells = {(each, row) for each in range(x, x + width) for row in range(y, y + height)}
+        cells = {(number, row) for number in range(x, x + width) for row in range(y, y + height)}
         assert x + width <= COLUMNS
         assert not cells & occupied_cells
         occupied_cells |= cells

@@ -59,7 +59,9 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*values: str) -> str:
-    options = [word for each in values for word in ("--set-json" if "{" in each else "--set", each)]
+    options = [
+        word for value in values for word in ("--set-json" if "{" in value else "--set", value)
+    ]
     # Without a cluster, Helm assumes an old version that depends on how Helm was built.
     where = ("--namespace", "waltz", "--kube-version", "1.30.0")
     return run("helm", "template", "waltz", CHART_FOLDER, *where, *options).stdout

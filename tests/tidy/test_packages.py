@@ -131,7 +131,7 @@ def test_the_build_copies_existing_files_and_what_the_wheel_needs() -> None:
 def test_exposed_ports_are_those_of_the_daemons() -> None:
     text = (DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8")
     exposed = re.findall(r"(?m)^EXPOSE (.*)$", text)[0]
-    ports = {port for each in DEFAULT_PORTS.values() for port in each.values()}
+    ports = {port for default_port in DEFAULT_PORTS.values() for port in default_port.values()}
     assert {int(port) for port in exposed.split()} == ports
 
 
@@ -165,12 +165,12 @@ def test_the_health_check_of_the_image_reads_livez(variable: str, *, is_alive: b
 def test_daemons_of_the_compose_file_have_valid_settings() -> None:
     daemons = list(compose_daemons())
     kinds = ["storage"] * 3 + ["server"] * 2 + ["gateway"]
-    assert [each.command for each in daemons] == [[kind, "run"] for kind in kinds]
-    for each in daemons:
-        assert getattr(each.config, "advertised_host", each.name) == each.name
-        assert each.config.insecure_network
-        assert each.ports == DEFAULT_PORTS[each.command[0]]
-        assert parse_command(each.command)
+    assert [daemon.command for daemon in daemons] == [[kind, "run"] for kind in kinds]
+    for daemon in daemons:
+        assert getattr(daemon.config, "advertised_host", daemon.name) == daemon.name
+        assert daemon.config.insecure_network
+        assert daemon.ports == DEFAULT_PORTS[daemon.command[0]]
+        assert parse_command(daemon.command)
 
 
 def test_the_compose_file_creates_the_cluster_of_its_storages() -> None:
@@ -231,17 +231,17 @@ def test_units_permit_all_connections(unit: Path) -> None:
 
 def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
     kinds = ["server"] * 2 + ["storage"] * 3 + ["gateway"] * 2
-    assert [each.command[0] for each in pods] == kinds
-    for each in pods:
-        assert each.ports == DEFAULT_PORTS[each.command[0]]
-        assert each.config.http_host == each.config.listen_host == "0.0.0.0"
-        assert parse_command(each.command[:2])
-        if isinstance(each.config, GatewayConfig):
-            assert not each.config.insecure_network
+    assert [pod.command[0] for pod in pods] == kinds
+    for pod in pods:
+        assert pod.ports == DEFAULT_PORTS[pod.command[0]]
+        assert pod.config.http_host == pod.config.listen_host == "0.0.0.0"
+        assert parse_command(pod.command[:2])
+        if isinstance(pod.config, GatewayConfig):
+            assert not pod.config.insecure_network
             continue
-        assert each.config.access == "on"
-        _, set_name, namespace, *domain = each.config.advertised_host.split(".")
-        assert each.config.advertised_host.startswith(f"{each.name}.")
+        assert pod.config.access == "on"
+        _, set_name, namespace, *domain = pod.config.advertised_host.split(".")
+        assert pod.config.advertised_host.startswith(f"{pod.name}.")
         assert set_name in manifests_of_kind("Service")
         assert [namespace, *domain] == ["waltz", "svc", "cluster", "local"]
 
@@ -249,8 +249,8 @@ def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
 def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) -> None:
     files = tls_settings()
     assert TlsConfig(**files).tls == "on"
-    for found in replicated_workloads().values():
-        (container,) = pod_specification(found)["containers"]
+    for workload in replicated_workloads().values():
+        (container,) = pod_specification(workload)["containers"]
         mounts = {each["mountPath"] for each in container["volumeMounts"]}
         folders = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
         assert set(folders) <= mounts
@@ -277,13 +277,13 @@ def test_the_job_creates_the_cluster_of_the_storages(pods: list[PackagedDaemon])
 
 
 def test_ports_and_probes_of_the_manifests() -> None:
-    for name, found in replicated_workloads().items():
-        (container,) = pod_specification(found)["containers"]
+    for name, workload in replicated_workloads().items():
+        (container,) = pod_specification(workload)["containers"]
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         expected = DEFAULT_PORTS[name.rpartition("-")[2]]
         assert sorted(ports.values()) == sorted(expected.values())
         (service,) = (
-            each for each in manifests_of_kind("Service").values() if selects(each, found)
+            each for each in manifests_of_kind("Service").values() if selects(each, workload)
         )
         assert {each["name"]: each["port"] for each in service["spec"]["ports"]} == ports
         probes = {key: value for key, value in container.items() if key.endswith("Probe")}
@@ -311,13 +311,13 @@ def test_the_environment_of_pods_has_no_variables_of_services() -> None:
     """The variable WALTZ_SERVER_PORT of a service would be read as a setting."""
     workloads = [*replicated_workloads().values(), *manifests_of_kind("Job").values()]
     assert len(workloads) == 4
-    assert not any(pod_specification(each)["enableServiceLinks"] for each in workloads)
+    assert not any(pod_specification(workload)["enableServiceLinks"] for workload in workloads)
 
 
 def test_each_kind_of_daemon_has_a_disruption_budget() -> None:
     budgets = manifests_of_kind("PodDisruptionBudget")
-    for name, found in replicated_workloads().items():
-        assert budgets[name]["spec"]["selector"] == found["spec"]["selector"]
+    for name, workload in replicated_workloads().items():
+        assert budgets[name]["spec"]["selector"] == workload["spec"]["selector"]
         assert budgets[name]["spec"]["maxUnavailable"] == 1
 
 

@@ -174,7 +174,7 @@ def faults(block: Block) -> list[str]:
 
 
 def test_every_fenced_block_is_valid():
-    assert [each for block in BLOCKS for each in faults(block)] == []
+    assert [fault for block in BLOCKS for fault in faults(block)] == []
 
 
 def test_blocks_of_each_language_are_found():

@@ -258,14 +258,14 @@ def test_folders_are_small_and_have_an_overview():
 def test_an_overview_mentions_each_file_of_its_folder():
     """The root packages are public. ARCHITECTURE.md lists the files of their layers."""
     silent = []
-    for each in product_sources():
-        folder, _, name = each.path.rpartition("/")
+    for product_source in product_sources():
+        folder, _, name = product_source.path.rpartition("/")
         if folder in ("waltz_core", "waltz_spark"):
             continue
         stem = name.removesuffix(".py")
         text = ast.get_docstring(parse_source(f"{folder}/__init__.py").tree) or ""
         if stem not in ("__init__", "__main__") and not re.search(rf"\b{stem}\b", text):
-            silent.append(each.path)
+            silent.append(product_source.path)
     fail_if_any(silent, "the folder's __init__.py does not mention it")
 
 
@@ -289,11 +289,11 @@ def test_files_mentioned_in_texts_exist():
 
 def test_pages_and_sections_mentioned_in_texts_exist():
     wrong = [
-        f"{name}: {' '.join(found.group().split())}"
+        f"{name}: {' '.join(match_.group().split())}"
         for name in hand_written_files()
         if ".md" in read_text(name)
-        for found in PAGE.finditer(LINK_TEXT.sub("(", read_text(name)).replace('" / "', "/"))
-        if not is_there(name, found)
+        for match_ in PAGE.finditer(LINK_TEXT.sub("(", read_text(name)).replace('" / "', "/"))
+        if not is_there(name, match_)
     ]
     fail_if_any(wrong, "a text names a page or a section that does not exist")
 
@@ -303,11 +303,11 @@ def test_decisions_mentioned_in_texts_exist():
         int(path.name[:3]) for path in (PROJECT_ROOT / "docs" / "decisions").glob("[0-9]*.md")
     }
     missing = [
-        f"{name}: {found.group()}"
+        f"{name}: {match_.group()}"
         for name in hand_written_files()
         if "decision" in read_text(name)
-        for found in DECISION.finditer(read_text(name))
-        if int(found.group(1)) not in decision_numbers
+        for match_ in DECISION.finditer(read_text(name))
+        if int(match_.group(1)) not in decision_numbers
     ]
     fail_if_any(missing, "a text names a decision that does not exist")
 
@@ -526,10 +526,10 @@ def test_every_setting_is_read():
         if isinstance(node, ast.Attribute)
     }
     dead = [
-        f"{config_type.__name__}.{each.name}"
+        f"{config_type.__name__}.{field.name}"
         for config_type in CONFIG_TYPES_BY_KIND.values()
-        for each in fields(config_type)
-        if each.name not in read
+        for field in fields(config_type)
+        if field.name not in read
     ]
     fail_if_any(dead, "a setting that no file reads")
 
@@ -660,7 +660,7 @@ def test_a_field_with_spaces_is_the_last_one():
         event.name
         for event in events.events().values()
         if {"error", "reason", "message"}.intersection(
-            [each for each in event.fields if each != "hint"][:-1]
+            [field for field in event.fields if field != "hint"][:-1]
         )
     ]
     fail_if_any(wrong, "error, reason and message come last")

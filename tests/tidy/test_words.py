@@ -44,7 +44,9 @@ _WORD = re.compile("[a-z]+")
 def _texts() -> dict[str, str]:
     """Return the texts to check, by file, without pictures in notebooks."""
     names = (
-        each for each in tracked_files() if PurePath(each).suffix in READ or each == "Makefile"
+        tracked_file
+        for tracked_file in tracked_files()
+        if PurePath(tracked_file).suffix in READ or tracked_file == "Makefile"
     )
     return {name: _PICTURE.sub("", read_text(name)) for name in names if name != THE_LIST}
 

@@ -36,7 +36,7 @@ class AccountsTable(NamedTuple):
     def follow(self) -> dict[str, int]:
         """Apply the log up to its end; return the marks of the table."""
         columns = ("id:int64", "owner:string", "balance:int64")
-        declared = [word for each in columns for word in ("--column", each)]
+        declared = [word for column in columns for word in ("--column", column)]
         result = run_command(
             *("follow", str(self.table), "--connect", self.connect, "--data-format", "json"),
             *("--key", "id", *declared, "--delete-header", str(DELETE)),

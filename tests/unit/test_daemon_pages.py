@@ -36,7 +36,7 @@ def pages(*requests, health):
             asyncio.timeout(TEST_TIMEOUT_S),
             serve_pages(metrics, find, host="127.0.0.1", port=0) as port,
         ):
-            return [await send_request(port, each) for each in requests]
+            return [await send_request(port, request) for request in requests]
 
     return net.run(main())
 

@@ -125,7 +125,7 @@ def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
         until(lambda: client.partitions == ())
-    assert [type(each) for each in callbacks.errors] == [RuntimeError]
+    assert [type(error) for error in callbacks.errors] == [RuntimeError]
 
 
 def test_an_argument_other_than_a_context_is_reported(waltz_memory):
@@ -206,7 +206,11 @@ def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
             with pytest.raises(errors.LockFailed):
                 client.append(b"late", partition=0, **{kind: locks}).result()
         client.append(b"in time", partition=0, write_locks=locks).result()
-    assert [each.data for each in waltz_memory.transactions(0)] == [b"free", b"free", b"in time"]
+    assert [transaction.data for transaction in waltz_memory.transactions(0)] == [
+        b"free",
+        b"free",
+        b"in time",
+    ]
 
 
 def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
@@ -261,7 +265,7 @@ def test_a_failed_append_is_not_in_the_log(waltz_memory, error):
             with pytest.raises(error):
                 future.result()
         assert failed[2].result() == 0
-    assert [each.data for each in waltz_memory.transactions(0)] == [b"2"]
+    assert [transaction.data for transaction in waltz_memory.transactions(0)] == [b"2"]
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
@@ -326,7 +330,7 @@ def faulty_run(seed: int) -> tuple[int, list[bytes]]:
     with MemoryWaltz(1, seed=seed, fault_rate=0.3) as waltz, waltz.client() as client:
         for i in range(25):
             assert client.append(b"%d" % i).result() == i
-        return waltz.fault_count, [each.data for each in waltz.transactions(0)]
+        return waltz.fault_count, [transaction.data for transaction in waltz.transactions(0)]
 
 
 def test_lost_appends_and_answers_are_retried_and_depend_on_the_seed():
@@ -424,9 +428,9 @@ def test_pending_retries_end_with_the_client(monkeypatch):
         waltz.fail_next_append(2, errors.NoSpace("the disk is full"))
         with waltz.client(SHORT) as client:
             futures = [client.append(b"held", partition=0) for _ in range(2)]
-        for each in futures:
+        for future in futures:
             with pytest.raises(errors.Unreachable):
-                each.result(TEST_TIMEOUT_S)
+                future.result(TEST_TIMEOUT_S)
         assert waltz.transactions(0) == []
 
 

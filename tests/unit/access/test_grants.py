@@ -53,9 +53,9 @@ def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
     principal, requirement, permitted
 ):
     found = {
-        each
-        for each in range(-1, 12)
-        if not GRANTS.for_principal(principal).missing_verb(requirement, each)
+        number
+        for number in range(-1, 12)
+        if not GRANTS.for_principal(principal).missing_verb(requirement, number)
     }
     assert found == permitted
 

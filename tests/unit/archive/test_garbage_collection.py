@@ -43,9 +43,9 @@ class CollectedStore(FailingStore):
 
     def list_files(self, folder):
         self._fail_if_chosen("list", folder, is_after=False)
-        found = super().list_files(folder)
+        files = super().list_files(folder)
         self._fail_if_chosen("list", folder, is_after=True)
-        return found
+        return files
 
     def delete(self, name):
         self.on_delete()
@@ -56,18 +56,18 @@ class CollectedStore(FailingStore):
 
 def all_files(store):
     return {
-        each.name: ArchiveStore.read(store, each.name)
-        for each in ArchiveStore.list_files(store, "")
+        file.name: ArchiveStore.read(store, file.name)
+        for file in ArchiveStore.list_files(store, "")
     }
 
 
 def listed_files(store, new_manifest):
     """Return the names of a manifest, its pages and its objects."""
     head = read_manifest(ArchiveStore(store.url), new_manifest)
-    names = {new_manifest.name, *(each.name for each in head.newest_objects)}
+    names = {new_manifest.name, *(entry.name for entry in head.newest_objects)}
     for page in head.pages:
         entries = decode_page(page, ArchiveStore.read(store, page.name)).entries
-        names |= {page.name, *(each.name for each in entries)}
+        names |= {page.name, *(entry.name for entry in entries)}
     return names
 
 
@@ -107,8 +107,8 @@ def archived(tmp_path, monkeypatch):
 def test_a_file_name_contains_the_attempt_that_has_written_the_file(archived):
     store, _ = archived
     origins = [origin_of(name) for name in all_files(store)]
-    assert {each.attempt for each in origins} == {*range(12), 99}
-    assert {(each.session_id, each.nonce) for each in origins} == {(9, NONCE)}
+    assert {origin.attempt for origin in origins} == {*range(12), 99}
+    assert {(origin.session_id, origin.nonce) for origin in origins} == {(9, NONCE)}
     folder, attempt_suffix = f"{CLUSTER}/3/objects", f"9-{NONCE.hex()}-2"
     assert origin_of(f"{folder}/0-1-{attempt_suffix}.parquet") == FileOrigin(9, NONCE, 2)
     for name in (
@@ -167,10 +167,10 @@ def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
             pin_objects(ArchiveStore(store.url), KEY, b"k" * 16)
         deleted.append(None)
 
-    before = {each for each in all_files(store) if "/objects/" in each}
+    before = {all_file for all_file in all_files(store) if "/objects/" in all_file}
     store.on_delete = pin_after_one
     found = run(store, collection_job(new_manifest))
-    after = {each for each in all_files(store) if "/objects/" in each}
+    after = {all_file for all_file in all_files(store) if "/objects/" in all_file}
     assert len(before - after) == 1
     assert found.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
     assert not found.has_more
@@ -454,6 +454,6 @@ def test_progress_is_reported_with_each_call_of_the_store(archived):
 def test_listed_files_have_sizes_and_times(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("1/a", b"abc")
-    (found,) = store.list_files("1")
+    (file,) = store.list_files("1")
     modified_ms = Path(tmp_path / "1/a").stat().st_mtime_ns // 1_000_000
-    assert found == ("1/a", 3, modified_ms)
+    assert file == ("1/a", 3, modified_ms)

@@ -26,12 +26,12 @@ def open_object(data):
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_records_and_batches_return_byte_for_byte(rows):
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
-    found = open_object(encode_object(records, lineage, rows=rows))
-    pieces = [found.read_row_group(group) for group in range(found.group_count)]
+    archive_object = open_object(encode_object(records, lineage, rows=rows))
+    pieces = [archive_object.read_row_group(group) for group in range(archive_object.group_count)]
     assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
     assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
-    assert list(found.verify()) == lineage
-    assert found.metadata == ObjectMetadata(
+    assert list(archive_object.verify()) == lineage
+    assert archive_object.metadata == ObjectMetadata(
         CLUSTER_KEY, 3, FIRST_ID, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
     )
 
@@ -69,7 +69,7 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_object():
             reopened = open_object(bytes(data))
             assert list(reopened.verify()) == lineage
             pieces = [reopened.read_row_group(group) for group in range(reopened.group_count)]
-            assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
+            assert b"".join(bytes(piece.records) for piece in pieces) == b"".join(records)
         except (BadFormat, ChecksumMismatch) as error:
             found += str(error).startswith("archived object")
     assert found > 25
@@ -78,11 +78,11 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_object():
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
-    found = open_object(encode_object(records, lineage, rows=rows))
-    outlines, entries = found.read_outlines()
+    archive_object = open_object(encode_object(records, lineage, rows=rows))
+    outlines, entries = archive_object.read_outlines()
     assert entries == lineage
     assert [each.first for each in outlines] == list(range(FIRST_ID, FIRST_ID + len(records), rows))
-    pieces = [found.read_row_group(group) for group in range(found.group_count)]
+    pieces = [archive_object.read_row_group(group) for group in range(archive_object.group_count)]
     assert [each.crcs for each in outlines] == [
         raw_records.record_crcs(*each[:2]) for each in pieces
     ]
@@ -111,11 +111,11 @@ def test_an_error_of_the_store_is_not_reported_as_damage():
             return super().read(*arguments)
 
     source = FailingSource(encode_object(*make_batches(FIRST_ID, sizes=SIZES)))
-    found = ArchiveObject(source, "o")
+    archive_object = ArchiveObject(source, "o")
     source.is_failing = True
     for read in (
-        lambda: found.read_row_group(0),
-        found.read_outlines,
+        lambda: archive_object.read_row_group(0),
+        archive_object.read_outlines,
         lambda: ArchiveObject(source, "o"),
     ):
         with pytest.raises(ArchiveUnavailable, match="no route"):
@@ -137,13 +137,13 @@ def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(t
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("o", encode_object(*log))
     with FailingFile(store.open("o").native, "o") as source:
-        found = ArchiveObject(source, "o")
+        archive_object = ArchiveObject(source, "o")
         source.is_failing = True
-        assert list(found.verify()) == log[1]  # with reads of `native` only
-        found._native = store.open("o").native
-        found._native.close()
+        assert list(archive_object.verify()) == log[1]  # with reads of `native` only
+        archive_object._native = store.open("o").native
+        archive_object._native.close()
         with pytest.raises(ArchiveUnavailable, match="no route"):
-            found.read_row_group(0)
+            archive_object.read_row_group(0)
 
 
 def test_only_the_calling_thread_reads_a_python_file(tmp_path):
@@ -164,8 +164,8 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("o", encode_object(*log))
     for source in (Source(encode_object(*log)), RecordingFile(store.open("o").native, "o")):
-        found = ArchiveObject(source, "o")
-        assert list(found.verify()) == found.read_outlines()[1] == log[1]
+        archive_object = ArchiveObject(source, "o")
+        assert list(archive_object.verify()) == archive_object.read_outlines()[1] == log[1]
     assert readers == {threading.get_ident()}
 
 
@@ -209,10 +209,10 @@ def test_a_file_that_is_not_an_object_is_rejected():
 
 def test_a_footer_with_other_counts_of_rows_is_found():
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
-    found = open_object(encode_object(records, lineage, rows=10))
-    found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
+    archive_object = open_object(encode_object(records, lineage, rows=10))
+    archive_object.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
     with pytest.raises(BadFormat, match="object o: "):
-        found.read_outlines()
+        archive_object.read_outlines()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30])

@@ -318,15 +318,15 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     reader = reader_of(store, log, cache)
     last = len(log.records) - 1
     entries = reader.objects_between(0, last)
-    assert [each.first for each in entries] == [0, 51, 102, 153, 204, 255]
-    assert all(each.file_bytes == path_of(store, each.name).stat().st_size for each in entries)
+    assert [entry.first for entry in entries] == [0, 51, 102, 153, 204, 255]
+    assert all(entry.file_bytes == path_of(store, entry.name).stat().st_size for entry in entries)
     assert reader.objects_between(50, 51) == entries[:2]
     assert reader.objects_between(152, 153) == entries[2:4]
     assert reader.objects_between(300, UNLIMITED_BYTES) == entries[5:]
     assert reader.objects_between(last + 1, UNLIMITED_BYTES) == []
     assert reader.objects_between(9, 8) == []
     for time_ms in range(FIRST_COMMIT_MS - 500, FIRST_COMMIT_MS + 7_000, 500):
-        older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
+        older = [entry.last for entry in log.lineage if 0 < entry.stamp_ms < time_ms]
         assert reader.last_committed_before(time_ms) == max(older, default=-1)
     crc = write_manifest(store, log.manifest.with_expiry(60, 0), "expired")
     assert ArchiveReader(store, "expired", crc, cache).last_committed_before(FIRST_COMMIT_MS) == 59
@@ -382,8 +382,8 @@ def test_the_documented_snippets_read_objects_in_s3(bucket, monkeypatch):
     names = {
         "status": {"archive": bucket},
         "objects": [
-            {"name": each.name, "url": f"{base}/{each.name}", "first": 1, "last": each.last}
-            for each in log.manifest.newest_objects
+            {"name": entry.name, "url": f"{base}/{entry.name}", "first": 1, "last": entry.last}
+            for entry in log.manifest.newest_objects
         ],
     }
     for library in ("pyarrow", "Polars"):

@@ -40,9 +40,9 @@ class ArchivedLog:
     def entries_of(self, new_manifest):
         head = self.head(new_manifest)
         paged = [
-            each
+            entry
             for page in head.pages
-            for each in decode_page(page, self.store.read(page.name)).entries
+            for entry in decode_page(page, self.store.read(page.name)).entries
         ]
         return [*paged, *head.newest_objects]
 
@@ -197,4 +197,4 @@ def test_the_old_object_is_garbage_once_the_new_manifest_is_recorded(archived, i
     names = set(ArchiveStore(archived.store.url).list_names(""))
     assert listed_files(archived.store, uploaded) <= names
     assert (archived.entries[0].name in names) == is_pinned
-    assert {each.name for each in archived.entries[1:]} <= names
+    assert {entry.name for entry in archived.entries[1:]} <= names

@@ -252,7 +252,7 @@ def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
     with pytest.raises(ArchiveUnavailable, match=f"container/folder/{NAME}: .*403") as caught:
         getattr(store, call)(NAME)
     assert rejecting_server.paths
-    assert all("sig=top%2Fsecret%3D" in each for each in rejecting_server.paths)
+    assert all("sig=top%2Fsecret%3D" in path for path in rejecting_server.paths)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -286,16 +286,16 @@ def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, mon
     calls = []
 
     def create_file_system(**options):
-        calls.append((options["region"], [os.environ.get(each) for each in variables]))
+        calls.append((options["region"], [os.environ.get(variable) for variable in variables]))
         return LocalFileSystem()
 
     variables = ("AWS_REGION", "AWS_DEFAULT_REGION")
-    for each in variables:
-        monkeypatch.delenv(each, raising=False)
+    for variable in variables:
+        monkeypatch.delenv(variable, raising=False)
     if known:
         monkeypatch.setenv(known, "eu-central-1")
     monkeypatch.setattr(store_module.arrow_fs, "S3FileSystem", create_file_system)
     ArchiveStore("s3://bucket/folder?region=eu-west-3")
-    own = [known and ("eu-central-1" if each == known else None) for each in variables]
+    own = [known and ("eu-central-1" if variable == known else None) for variable in variables]
     assert calls == [("eu-west-3", own if known else ["eu-west-3", None])]
-    assert [os.environ.get(each) for each in variables] == (own if known else [None, None])
+    assert [os.environ.get(variable) for variable in variables] == (own if known else [None, None])

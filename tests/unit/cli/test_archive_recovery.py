@@ -79,9 +79,9 @@ def test_the_recovered_mark_has_the_first_id_of_the_last_expiry(archive):
     expired = expire(archive.store, KEY, job, now_ms=1)
     assert find(archive)[0].first == 20
     # The grace period is over, and a collection has deleted the objects.
-    for each in (archive.root / archive.manifests[0].name).parents[1].glob("objects/*"):
-        if not each.name.startswith("20-"):
-            each.unlink()
+    for path in (archive.root / archive.manifests[0].name).parents[1].glob("objects/*"):
+        if not path.name.startswith("20-"):
+            path.unlink()
     found, _ = find(archive)
     assert (found.first, found.manifest) == (20, expired.name)
 

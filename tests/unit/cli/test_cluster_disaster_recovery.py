@@ -269,13 +269,13 @@ FAILING_CALLS = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign
     ],
 )
 def test_ids_continue_from_the_clock_if_it_is_later(monkeypatch, storage, dies_at):
-    found = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
-    ids, assignment_generation, metadata_generation, notes = found
+    next_numbers = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
+    ids, assignment_generation, metadata_generation, notes = next_numbers
     assert (*ids, assignment_generation, metadata_generation) == (
         1_001,
         FIRST_ISSUED_ID + 1_000,
         1_001,
         1_000,
     )
-    has_note = any("IDs from the clock of this machine:" in each for each in notes)
+    has_note = any("IDs from the clock of this machine:" in note for note in notes)
     assert has_note != storage.is_readable

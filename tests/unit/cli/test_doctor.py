@@ -83,8 +83,12 @@ def test_json_output_is_one_value(facts_to_gather, capsys):
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["connect"] == healthy().connect
-    (found,) = value["findings"]
-    assert (found["name"], found["area"], found["about"]) == ("storage-unavailable", "storages", A)
+    (finding,) = value["findings"]
+    assert (finding["name"], finding["area"], finding["about"]) == (
+        "storage-unavailable",
+        "storages",
+        A,
+    )
     server = value["facts"]["servers"][ONE]
     assert (server["open"], server["not_open"], server["out_of_reach"]) == ([0], [], [])
     assert value["facts"]["storages"][B]["clock_ahead_ms"] == 3.0
@@ -142,7 +146,7 @@ def test_a_silent_zookeeper_port_is_reported():
     first, second = found.zookeeper_servers
     assert first.is_silent
     assert not second.is_silent
-    assert [each.name for each in diagnose(found)] == [
+    assert [finding.name for finding in diagnose(found)] == [
         "zookeeper-unavailable",
         "zookeeper-server-unavailable",
         "zookeeper-server-unavailable",

@@ -57,7 +57,10 @@ IN_MEMORY_CONFIG = ClientConfig(
 class ReadableLog(MemoryLog):
     def rows(self) -> list[tuple[tuple[int, ...], int, bytes]]:
         """Return the rows of the log: request ID, header, data."""
-        return [(tuple(each.req_id), each.header, each.data) for each in self.transactions()]
+        return [
+            (tuple(transaction.req_id), transaction.header, transaction.data)
+            for transaction in self.transactions()
+        ]
 
 
 class HoldingStore(MemoryStore):

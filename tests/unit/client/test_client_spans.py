@@ -33,7 +33,7 @@ def export_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spans(start: str) -> list[ReadableSpan]:
     """Return the finished spans whose name has this start."""
-    return [each for each in EXPORTED.get_finished_spans() if each.name.startswith(start)]
+    return [span for span in EXPORTED.get_finished_spans() if span.name.startswith(start)]
 
 
 def attributes(span: ReadableSpan) -> dict[str, object]:
@@ -178,7 +178,7 @@ async def test_a_failing_span_processor_does_not_change_outcomes(method, monkeyp
         await client.subscribe(callbacks, [0])
         await callbacks.is_done.wait()
         assert await client.flush(0) == 3
-    reports = [each for each in caplog.messages if each.startswith("client.trace_failed")]
+    reports = [message for message in caplog.messages if message.startswith("client.trace_failed")]
     assert reports == ["client.trace_failed error=RuntimeError('this processor is broken')"]
 
 

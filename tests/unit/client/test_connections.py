@@ -66,7 +66,7 @@ async def request_concurrently(dials, count, *, cancelled=None, address=None):
         dials.may_pass.set()
     await links.close("the test is over")
     await listener.close()
-    return [None if each.cancelled() else each.result() for each in tasks]
+    return [None if task.cancelled() else task.result() for task in tasks]
 
 
 def test_a_cancelled_wait_for_a_dial_does_not_cancel_others(dials):
@@ -122,7 +122,7 @@ async def client_and_server(mark_suspect=lambda: None):
 
 
 def record_messages(link, received):
-    link.start(lambda messages: received.extend((link, each) for each in messages), len)
+    link.start(lambda messages: received.extend((link, message) for message in messages), len)
 
 
 def send_request(link):
@@ -225,7 +225,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
         is_waiting[0] = True  # a stream
         pass_check_interval(link)
         assert len(silence_reports) == 3
-    logged = [(each.levelname, *each.getMessage().split()[:2]) for each in caplog.records]
+    logged = [(record.levelname, *record.getMessage().split()[:2]) for record in caplog.records]
     assert logged[:2] == [
         ("WARNING", "server.silent", f"server={address}"),
         ("INFO", "server.responsive", f"server={address}"),
@@ -253,6 +253,6 @@ async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed
         with pytest.raises(errors.Unreachable):
             await links.get(address)
     await links.close("the test is over")
-    logged = [each.getMessage().split(" server=")[0] for each in caplog.records]
+    logged = [record.getMessage().split(" server=")[0] for record in caplog.records]
     assert logged == (["server.silent", "server.silent_until_closed"] if is_logged else [])
-    assert all(address in each.getMessage() for each in caplog.records)
+    assert all(address in record.getMessage() for record in caplog.records)

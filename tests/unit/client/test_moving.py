@@ -155,7 +155,7 @@ MOVE_COUNTS = pytest.mark.parametrize(
 
 async def make_moves(cluster: MemoryCluster, proxies: list[Proxy], count: int) -> None:
     for _ in range(count):
-        (other,) = (each for each in cluster.servers if each is not cluster.owner(0))
+        (other,) = (server for server in cluster.servers if server is not cluster.owner(0))
         await move(cluster, proxies, other)
 
 
@@ -313,8 +313,8 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
     ):
         await (await client.append(b"a", partition=0))
         proxy = proxies[cluster.servers.index(cluster.owner(0))]
-        for each in proxy.connections:
-            each.hold("down")
+        for connection in proxy.connections:
+            connection.hold("down")
         proxy.is_frozen = True
         calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             # Requests for data use a separate connection, which does not exist yet.
@@ -324,7 +324,9 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
         }
         async with asyncio.TaskGroup() as tasks:
             request_task = tasks.create_task(calls[name]())
-            await wait_until(lambda: any(each.held_bytes["down"] for each in proxy.connections))
+            await wait_until(
+                lambda: any(connection.held_bytes["down"] for connection in proxy.connections)
+            )
             await make_moves(cluster, proxies, 1)
         assert request_task.result() == {"fetch data": b"a", "query mark": 0, "append": 1}[name]
 

@@ -31,9 +31,11 @@ def client() -> Iterator[WaltzClient]:
 def fill(client: WaltzClient, partition: int, count: int) -> None:
     futures = [
         client.append(
-            msgpack.packb({"id": each, "owner": f"owner {each}"}), partition=partition, header=each
+            msgpack.packb({"id": number, "owner": f"owner {number}"}),
+            partition=partition,
+            header=number,
         )
-        for each in range(count)
+        for number in range(count)
     ]
     for future in futures:
         future.result()
@@ -45,16 +47,16 @@ def test_a_scan_has_each_transaction_of_each_partition_in_order(client: WaltzCli
     table = client.scan().read_all()
     assert table.schema == READ_SCHEMA
     expected = [
-        (partition, each.transaction_id, each.header, each.data)
+        (partition, row.transaction_id, row.header, row.data)
         for partition, last in client.high_water_marks().items()
         for chunk in client.read_range(partition, 0, last)
-        for each in chunk.rows()
+        for row in chunk.rows()
     ]
     names = ("partition", "transaction_id", "header", "data")
     assert len(expected) == 8
     assert list(zip(*(table[name].to_pylist() for name in names), strict=True)) == expected
     assert table["commit_time"].null_count == 0
-    assert {each["partition"] for each in table["request_id"].to_pylist()} == {0, 2}
+    assert {row["partition"] for row in table["request_id"].to_pylist()} == {0, 2}
 
 
 def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClient):
@@ -143,9 +145,9 @@ class Chunks:
 
     def read_range(self, partition: int, first: int, last: int, **rest: object):
         try:
-            for each in range(first, last + 1):
-                self.log.append(f"{partition}/{each}")
-                yield from self._client.read_range(partition, each, each, form=rest["form"])
+            for number in range(first, last + 1):
+                self.log.append(f"{partition}/{number}")
+                yield from self._client.read_range(partition, number, number, form=rest["form"])
         finally:
             self.log.append("end")
 
@@ -265,7 +267,7 @@ def test_a_payload_that_cannot_be_decrypted_is_null_with_its_reason(client: Walt
         )
         assert table["data_error"].to_pylist() == [None, "there is no key 'k'", None]
         if wanted is None:
-            assert [each is None for each in table["data"].to_pylist()] == [False, True, False]
+            assert [row is None for row in table["data"].to_pylist()] == [False, True, False]
         else:
             assert table["id"].to_pylist() == [0, None, 2]
 

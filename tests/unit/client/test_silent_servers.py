@@ -34,7 +34,7 @@ class Scenario:
             call(*args, **named)
 
         run_in_virtual_time(run())
-        return [(each.levelname, each.getMessage()) for each in self._caplog.records]
+        return [(record.levelname, record.getMessage()) for record in self._caplog.records]
 
 
 @pytest.fixture

@@ -407,9 +407,9 @@ def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
         monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.close()
-        for each in futures:
+        for future in futures:
             with pytest.raises(errors.OutcomeUnknown):
-                each.result(TEST_TIMEOUT_S)
+                future.result(TEST_TIMEOUT_S)
 
 
 def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
@@ -489,11 +489,11 @@ def test_each_close_waits_for_callbacks(is_closed_by):
         wait_until(client._loop.is_closed)
         closing_threads[1].start()
         closing_threads[1].join(0.2)
-        assert all(each.is_alive() for each in closing_threads)
+        assert all(closing_thread.is_alive() for closing_thread in closing_threads)
         assert not ended
         may_end.set()
-        for each in closing_threads:
-            each.join(TEST_TIMEOUT_S)
+        for closing_thread in closing_threads:
+            closing_thread.join(TEST_TIMEOUT_S)
         assert ended == [True]
 
 

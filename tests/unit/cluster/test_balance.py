@@ -26,10 +26,10 @@ def plan(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
 
 
 def loads_by_server(owners, loads):
-    found = Counter()
+    counts = Counter()
     for partition, owner in owners.items():
-        found[owner] += loads[partition]
-    return found
+        counts[owner] += loads[partition]
+    return counts
 
 
 # --- single plans
@@ -194,7 +194,7 @@ class Cluster:
         self.assignment = assign_partitions(
             PartitionAssignment(), servers, cversion=1, partition_count=len(self.rates)
         )
-        self._meters = {each: LoadMeter(WINDOW_MS) for each in servers}
+        self._meters = {server: LoadMeter(WINDOW_MS) for server in servers}
         self._averages = LoadAverages(WINDOW_MS)
         self._balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, WINDOW_MS // 2, 2 * WINDOW_MS))
 

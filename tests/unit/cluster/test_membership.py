@@ -271,7 +271,7 @@ async def test_the_leader_moves_partitions_and_all_servers_follow(cluster):
     async with run_meanwhile(one.follow(views_of_one), two.follow(views_of_two)):
         await views_of_two.wait_for(lambda view: list(view.servers) == [1, 2])
         seen = await two.read()
-        assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
+        assert [owner.server_id for owner in seen.owners.values()] == [1, 1, 2, 2]
         assert not await two.move_partitions(seen, {0: 2})  # the server is not the leader
         assert await one.move_partitions(seen, {0: 2})
         await views_of_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
@@ -379,10 +379,10 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         view = await one.read()
         assert view.is_settled
         assert owners_and_generations(view) == before  # the generations are also unchanged
-    assert {str(owners_and_generations(each)) for each in views_of_one.values[seen[0] :]} <= {
+    assert {str(owners_and_generations(value)) for value in views_of_one.values[seen[0] :]} <= {
         str(before)
     }
-    assert {str(owners_and_generations(each)) for each in views_of_two.values[seen[1] :]} <= {
+    assert {str(owners_and_generations(value)) for value in views_of_two.values[seen[1] :]} <= {
         str(before)
     }
 

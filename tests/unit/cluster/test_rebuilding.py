@@ -109,11 +109,11 @@ def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, d
     for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
         answered[f"left{number}"] = log(session, 20)
     try:
-        found = choose_log(0, answered, groups={}, replica_count=count, unanswered=[])
+        chosen = choose_log(0, answered, groups={}, replica_count=count, unanswered=[])
     except errors.BadRequest:
         return
-    assert found.log.last_session == 4
-    assert found.log.last_synced_id >= acknowledged
+    assert chosen.log.last_session == 4
+    assert chosen.log.last_synced_id >= acknowledged
 
 
 @given(
@@ -130,10 +130,10 @@ def test_the_chosen_log_has_all_quorum_records_despite_lost_replicas(cluster, da
     lost = data.draw(st.sets(st.integers(0, count - 1), max_size=quorum - 1))
     logs = {f"r{n}": log(4, last) for n, last in enumerate(last_ids) if n not in lost}
     logs["leftover"] = log(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, acknowledged)))
-    found = choose_log(
+    chosen = choose_log(
         0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in lost]
     )
-    assert found.log.last_synced_id >= acknowledged
+    assert chosen.log.last_synced_id >= acknowledged
 
 
 def test_the_rebuilt_metadata_names_one_replica():

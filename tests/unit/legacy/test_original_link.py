@@ -24,7 +24,10 @@ def mount_id(partition):
 
 def messages_sent_by(effects):
     return [
-        message for each in effects if isinstance(each, SendToServer) for message in each.messages
+        message
+        for effect in effects
+        if isinstance(effect, SendToServer)
+        for message in effect.messages
     ]
 
 

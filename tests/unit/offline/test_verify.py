@@ -57,7 +57,9 @@ def test_checked_files_and_records_are_counted(storage):
     log = verify_directory(storage).logs[PARTITION]
     assert (log.segment_count, log.record_count, log.last) == (3, 36, 35)
     assert (log.checksum_count, log.batch_count, log.unchecked_batch_count) == (72, 7, 0)
-    assert log.bytes_read == sum(one.stat().st_size for one in segment_files(storage))
+    assert log.bytes_read == sum(
+        segment_file.stat().st_size for segment_file in segment_files(storage)
+    )
 
 
 RECORDS = {
@@ -386,7 +388,8 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     wrong, notes = verification_texts(directory)
     assert wrong == []
     assert any(
-        "never acknowledged, so the next start of the storage truncates it" in one for one in notes
+        "never acknowledged, so the next start of the storage truncates it" in note
+        for note in notes
     )
     assert (
         f"{SLOTS}: the log was not closed properly; it is known to be synced up to transaction 35"
@@ -405,7 +408,9 @@ def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     for path in segment_files(storage):
         flip_byte(path, 200)
     alone = verify_directory(segment_path(storage, 1))
-    assert [(one.path, one.offset) for one in alone.findings.kept_findings] == [(f"{TWO}.seg", 189)]
+    assert [(finding.path, finding.offset) for finding in alone.findings.kept_findings] == [
+        (f"{TWO}.seg", 189)
+    ]
     assert verification_texts(copy) == ([], [])
     with pytest.raises(BadRequest, match="partition 3; it has 2"):
         verify_directory(storage, partitions=[3])
@@ -494,7 +499,7 @@ def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
     log = verify_directory(directory).logs[PARTITION]
-    assert [one.session for one in batches(segment_path(directory, 0, ".chn"))][:4] == [
+    assert [batch.session for batch in batches(segment_path(directory, 0, ".chn"))][:4] == [
         1,
         -2,
         -2,
@@ -544,7 +549,7 @@ def test_a_log_that_begins_above_0_is_verified_from_its_start(log_with_later_sta
     flip_byte(segment_path(directory, 0), 128 + 37)  # record 11, below the start
     wrong, notes = verification_texts(directory)
     assert wrong == []
-    assert any("record 11: expected CRC" in each for each in notes)
+    assert any("record 11: expected CRC" in note for note in notes)
     flip_byte(segment_path(directory, 0), 128 + 60 * 13)
     assert verification_texts(directory)[0]
 
@@ -572,7 +577,7 @@ def test_another_chain_at_the_start_is_reported(log_with_later_start):
         replace(Slot.decode(data[:512]), start=AckedMarker(20, b"c" * 16))
         for data in blocks(SLOTS, directory)
     ]
-    (directory / SLOTS).write_bytes(b"".join(each.encode().ljust(4096, b"\0") for each in slots))
+    (directory / SLOTS).write_bytes(b"".join(slot.encode().ljust(4096, b"\0") for slot in slots))
     (wrong,) = verification_texts(directory)[0]
     assert wrong.startswith(
         f"{SLOTS}: the log begins after transaction 20: expected chain hash 6363"

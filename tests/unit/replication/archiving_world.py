@@ -49,7 +49,7 @@ def new_world(*names):
 
 def attempts(world):
     """Return the attempts so far, with the replica of each."""
-    return [each for each in world.sent if isinstance(each[1], wire.ArchiveRange)]
+    return [message for message in world.sent if isinstance(message[1], wire.ArchiveRange)]
 
 
 def begin(world):
@@ -68,7 +68,7 @@ def progress(world, replica, request):
 
 def chain_at(world, last):
     entries = world.storages[A].disk.entries
-    return next(each.lineage.chain for each in entries if each.lineage.last == last)
+    return next(entry.lineage.chain for entry in entries if entry.lineage.last == last)
 
 
 def finish(world, replica, request, **fields):

@@ -70,7 +70,9 @@ class ReplicationWorld:
                     self.requests[effect.replica].append(effect.message)
                 case session_events.CloseReplica():
                     del self.requests[effect.replica]
-                    self.dials = deque(one for one in self.dials if one.replica != effect.replica)
+                    self.dials = deque(
+                        dial for dial in self.dials if dial.replica != effect.replica
+                    )
                 case _:
                     self.reported.append(effect)
         return effects

@@ -27,7 +27,7 @@ def world():
 
 
 def expiries(world):
-    return [each for each in world.sent if isinstance(each[1], wire.ExpireObjects)]
+    return [message for message in world.sent if isinstance(message[1], wire.ExpireObjects)]
 
 
 def request(world, before=2, before_ms=0):

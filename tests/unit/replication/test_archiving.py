@@ -115,7 +115,7 @@ def test_a_late_rejection_of_an_abandoned_attempt_is_ignored(world):
     assert begin(world)[0] != replica
     world.silent, world.rejected = set(), wire.ArchiveRange
     world.run()
-    assert [each["reason"] for each in world.reports("archive.failed")] == [
+    assert [report["reason"] for report in world.reports("archive.failed")] == [
         "the storage has reported no progress for 300000 ms"
     ]
 
@@ -164,15 +164,15 @@ def test_attempts_after_a_failure_use_another_replica_and_back_off(world):
 
 
 def test_a_rejected_request_is_a_failure_of_the_attempt_only(world):
-    for each in world.storages.values():
-        handle = each.handle
+    for storage in world.storages.values():
+        handle = storage.handle
 
         def reject(message, handle=handle):
             if isinstance(message, wire.ArchiveRange):
                 return wire.Nack(message.session_id, message.sequence, 0, 12, 0, "no archive")
             return handle(message)
 
-        each.handle = reject
+        storage.handle = reject
     world.run_for(INTERVAL_MS)
     (report,) = world.reports("archive.failed")
     assert report["reason"] == "BadRequest: no archive"
@@ -319,8 +319,8 @@ def test_a_replica_that_lags_is_compared_and_notified_when_it_has_caught_up(worl
 
 def test_storages_of_an_older_version_receive_no_archive_requests():
     world = ReplicationWorld(limits=ARCHIVING)
-    for each in world.storages.values():
-        each.supports_archiving = False
+    for storage in world.storages.values():
+        storage.supports_archiving = False
     world.open()
     world.append(2)
     world.run_for(5 * INTERVAL_MS)
@@ -341,7 +341,7 @@ def test_without_an_archive_interval_no_range_is_archived():
 
 
 def collections(world):
-    return [each for each in world.sent if isinstance(each[1], wire.CollectGarbage)]
+    return [message for message in world.sent if isinstance(message[1], wire.CollectGarbage)]
 
 
 def test_garbage_is_collected_when_a_mark_is_recorded_and_then_every_hour(world):
@@ -524,7 +524,7 @@ def test_an_emptied_replica_begins_after_the_archived_mark(world):
     wipe(world, C)
     world.reopen()
     world.run_for(3_000)
-    assert [each["replica"] for each in world.reports("replica.reset")] == [C]
+    assert [report["replica"] for report in world.reports("replica.reset")] == [C]
     assert world.storages[C].disk.start[0] == 3
     world.append(1)
     assert world.storages[C].payloads() == world.storages[A].payloads()[2:]
@@ -548,7 +548,7 @@ def test_a_source_that_removes_segments_is_read_from_the_archived_mark(world):
     world.step_until(fetches)
     remove_archived(world, 3)
     world.run_for(3_000)
-    assert [each["last"] for each in world.reports("replica.reset")] == [mark.last]
+    assert [report["last"] for report in world.reports("replica.reset")] == [mark.last]
     assert world.storages[C].payloads() == world.storages[A].payloads()
 
 
@@ -593,7 +593,7 @@ def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_wi
     remove_archived(world, 39)
     world.silent = set()
     world.run_for(3_000)
-    assert [each["replica"] for each in world.reports("replica.reset")] == [C]
+    assert [report["replica"] for report in world.reports("replica.reset")] == [C]
     world.append(1)
     assert world.store.session.claim.session_id == 1
     assert len(world.store.session.engaged) == 3
@@ -660,7 +660,7 @@ def test_a_storage_of_an_older_version_is_not_requested_to_reset_its_log():
     world.storages[C].supports_archiving = False
     world.open()
     world.run_for(3_000)
-    assert [each["replica"] for each in world.reports("replica.reset")] == [A, B]
+    assert [report["replica"] for report in world.reports("replica.reset")] == [A, B]
     assert len(world.store.session.engaged) == 2
 
 
@@ -717,7 +717,7 @@ def test_archived_damage_is_repaired_from_the_archive_if_no_log_has_the_records(
     assert world.store.session.is_settled
     report_damage(world, C, 3, 5)
     world.run()
-    assert [each["ids"] for each in world.reports("replica.repaired")] == ["3..3", "5..5"]
+    assert [report["ids"] for report in world.reports("replica.repaired")] == ["3..3", "5..5"]
     assert not world.storages[C].disk.damaged
 
 
@@ -748,7 +748,7 @@ def test_an_empty_late_replica_begins_at_the_mark_of_the_session(removed):
     wipe(world, C)
     world.down = set()
     world.run_for(3_000)
-    assert [each["last"] for each in world.reports("replica.reset")] == [mark]
+    assert [report["last"] for report in world.reports("replica.reset")] == [mark]
     assert world.storages[C].last == 7
     assert world.store.readable_replicas == [A, B, C]
 
@@ -780,7 +780,7 @@ def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeep
         world.run()
         world.wait(50)
     assert world.store.open_session_id is None
-    reasons = [each["reason"] for each in world.reports("partition.open_failed")]
+    reasons = [report["reason"] for report in world.reports("partition.open_failed")]
     assert reasons
     assert (
         "begins later: the log is not the archived one, or ZooKeeper's data was rolled back"

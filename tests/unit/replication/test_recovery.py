@@ -47,15 +47,15 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
             known_count = engaged_count - unknown_count
             for maxes in combinations_with_replacement(range(-1, 3), known_count):
                 cases += 1
-                found = decided_mark(list(maxes), unknown_count=unknown_count, quorum=quorum)
+                mark = decided_mark(list(maxes), unknown_count=unknown_count, quorum=quorum)
                 # An unknown replica may have had no records, the same records as others, or more.
                 histories = product((-1, 0, 1, 2, 99), repeat=unknown_count)
                 best = max(sorted((*maxes, *past), reverse=True)[quorum - 1] for past in histories)
-                if found is None:
+                if mark is None:
                     assert best == 99
                     assert unknown_count >= quorum
                 else:
-                    assert found == best
+                    assert mark == best
     assert cases > 3
 
 

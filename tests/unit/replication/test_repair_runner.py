@@ -156,7 +156,7 @@ def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
     for _ in range(5):
         world.wait(1_000)
         world.run()
-    assert {each["replica"] for each in world.reports("replica.source_unusable")} == {A}
+    assert {report["replica"] for report in world.reports("replica.source_unusable")} == {A}
     assert world.all_sent(wire.Truncate, C)
     assert world.logs()[C] == world.logs()[B]
 
@@ -190,8 +190,8 @@ def test_a_goal_is_chosen_again_when_no_replica_has_it():
             world.answer_zookeeper()
     only_source = next(
         name
-        for name, one in world.store.session.replicas.items()
-        if one.repair is not None and one.repair.reaches(world.store.session.repairs.goal)
+        for name, replica in world.store.session.replicas.items()
+        if replica.repair is not None and replica.repair.reaches(world.store.session.repairs.goal)
     )
     world.down = {only_source}
     world.lose(only_source)
@@ -265,7 +265,7 @@ def world_with_mark(*, above=3):
     world.append(2, batches=above)
     world.wait(1000)
     world.run()
-    assert [one.disk.confirmed for one in world.storages.values()] == [5, 5, 5]
+    assert [storage.disk.confirmed for storage in world.storages.values()] == [5, 5, 5]
     world.sent.clear()
     return world
 
@@ -277,7 +277,7 @@ def test_irreparable_damage_below_the_old_mark_does_not_delay_the_mark():
     world.step(session_events.Checkpoint())
     world.reopen()
     assert world.store.readable_replicas == [A, B, C]
-    assert [one["replica"] for one in world.reports("replica.repair_rejected")] == [B]
+    assert [report["replica"] for report in world.reports("replica.repair_rejected")] == [B]
     assert not world.reports("replica.rejected")
     # The repair is repeated when the replica reports the damage again.
     world.storages[B].handle = real
@@ -357,10 +357,10 @@ def test_damage_is_repaired_within_the_running_session():
     world.run()
     assert not world.storages[B].disk.damaged
     assert world.store.open_session_id == session
-    filled = [(each["replica"], each["ids"]) for each in world.reports("replica.repaired")]
+    filled = [(report["replica"], report["ids"]) for report in world.reports("replica.repaired")]
     assert filled == [(B, "0..0"), (B, "5..5")]
     assert world.reports("replica.damaged")[0]["ids"] == "0..0,5..5"
-    assert all(each["is_live"] for each in world.reports("replica.repaired"))
+    assert all(report["is_live"] for report in world.reports("replica.repaired"))
 
 
 def test_appends_continue_while_damage_is_repaired():

@@ -26,7 +26,7 @@ def world():
 
 
 def replacements(world):
-    return [each for each in world.sent if isinstance(each[1], wire.ReplaceObject)]
+    return [message for message in world.sent if isinstance(message[1], wire.ReplaceObject)]
 
 
 def request(world, wanted=OBJECT):

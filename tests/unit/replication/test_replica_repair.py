@@ -510,7 +510,7 @@ LONG = [*OLD, (3, [7, 8]), (3, [9])]  # IDs 0..8
 def source_with_later_start(last, *batches, archived=None):
     """Return a source whose log begins after a batch end, and the goal with the archived mark."""
     source = storage(*batches)
-    ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
+    ends = {entry.lineage.last: entry.lineage.chain for entry in source.disk.entries}
     mark = last if archived is None else archived
     goal = RepairGoal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, 0, "m"), last)
     source.remove_up_to(last)

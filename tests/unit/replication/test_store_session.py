@@ -296,7 +296,9 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     (waiting,) = world.store.replica_waits_ms(world.now_ms).items()
     assert waiting == (C, 4 * LIMITS.answer_ms_max)
     assert not [
-        one for one in world.reports("replica.disconnected") if one["reason"] == "no answer"
+        report
+        for report in world.reports("replica.disconnected")
+        if report["reason"] == "no answer"
     ]
     assert world.metadata.states[C] != ReplicaState(0, UNRESOLVED), (
         "the replica lacks committed batches"
@@ -569,7 +571,7 @@ def test_slow_appends_are_reported_when_the_session_ends():
 
 
 def slow_appends_of(world, replica):
-    return [each for each in world.reports("append.slow") if each["replica"] == replica]
+    return [report for report in world.reports("append.slow") if report["replica"] == replica]
 
 
 def test_without_a_limit_no_append_is_slow(world):

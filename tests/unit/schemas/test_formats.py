@@ -27,8 +27,8 @@ RING = {"id": 1, "item": "ring"}
 
 @pytest.fixture
 def registry() -> Iterator[InProcessRegistry]:
-    with run_schema_registry() as found:
-        yield found
+    with run_schema_registry() as registry:
+        yield registry
 
 
 def test_a_payload_consists_of_prefix_and_value(registry):
@@ -149,9 +149,9 @@ def test_a_missing_schema_is_requested_again_later(registry):
 
 def test_the_cache_is_limited(registry):
     cache = SchemaCache(SchemaRegistry(registry.url), SchemaType.AVRO)
-    registry.by_id = {each: {"schema": '"long"'} for each in range(SCHEMAS_MAX + 50)}
-    for each in range(SCHEMAS_MAX + 50):
-        assert cache.decode(b"\0" + each.to_bytes(4, "big") + b"\x02") == 1
+    registry.by_id = {number: {"schema": '"long"'} for number in range(SCHEMAS_MAX + 50)}
+    for number in range(SCHEMAS_MAX + 50):
+        assert cache.decode(b"\0" + number.to_bytes(4, "big") + b"\x02") == 1
     assert len(cache._codecs) == SCHEMAS_MAX
 
 

@@ -58,7 +58,9 @@ DEFAULTS = {
 
 
 def schema_of(file, *references, schema_id: int = 7) -> RegisteredSchema:
-    named = tuple(NamedSchema(each.name, encode_descriptor(each)) for each in references)
+    named = tuple(
+        NamedSchema(reference.name, encode_descriptor(reference)) for reference in references
+    )
     return RegisteredSchema(schema_id, SchemaType.PROTOBUF, encode_descriptor(file), named)
 
 
@@ -271,8 +273,8 @@ def test_columns_are_filled_from_fields_by_name():
         pa.field("named", pa.map_(pa.int64(), pa.struct([("count", pa.int32())]))),
         pa.field("later", pa.string()),
     ]
-    found = Unpacker(fields, "protobuf", decode=tested.decode).columns(payloads, str)
-    rows = [column.to_pylist() for column in found]
+    columns = Unpacker(fields, "protobuf", decode=tested.decode).columns(payloads, str)
+    rows = [column.to_pylist() for column in columns]
     assert rows == [
         [5, 0],
         [ORDER["at"], None],

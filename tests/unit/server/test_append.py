@@ -212,20 +212,23 @@ def results(
 
 def answer_proof(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
-    found = [each.pending for each in outcomes if isinstance(each, ConfirmAheadOfLog)]
+    found = [outcome.pending for outcome in outcomes if isinstance(outcome, ConfirmAheadOfLog)]
     answers_ahead = [
         world.pipeline.answer_ahead_of_log(pending, is_proved=True) for pending in found
     ]
     return [
-        each for outcomes in answers_ahead for each in outcomes if isinstance(each, SendToClient)
+        outcome
+        for outcomes in answers_ahead
+        for outcome in outcomes
+        if isinstance(outcome, SendToClient)
     ]
 
 
 def error_codes(outcomes: Sequence[AppendOutcome]) -> list[int]:
     return [
-        each.message.error_code
-        for each in outcomes
-        if isinstance(each, SendToClient) and isinstance(each.message, ErrorResponse)
+        outcome.message.error_code
+        for outcome in outcomes
+        if isinstance(outcome, SendToClient) and isinstance(outcome.message, ErrorResponse)
     ]
 
 

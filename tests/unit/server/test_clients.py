@@ -365,9 +365,9 @@ async def test_a_connection_over_the_memory_limit_resumes_after_its_answers_drai
     backend, links = Backend(), [SlowLink(), SlowLink()]
     limits = LIMITS._replace(memory_bytes_max=1 << 20)
     clients = ClientConnections(backend, limits, None, Metrics("server"))
-    for each, link in enumerate(links):
+    for number, link in enumerate(links):
         clients.accept(link)
-        link.received([FlushRequest(ReqId(ClientId(each), Generation(1), PartitionId(0), -1))])
+        link.received([FlushRequest(ReqId(ClientId(number), Generation(1), PartitionId(0), -1))])
     for connection, message, cost_bytes in backend.host.received_requests:
         clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
     await asyncio.sleep(0)

@@ -177,7 +177,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
         # While the storages are queried, a command removes the preference.
         await server.prefer([], [PartitionId(0)])
         checked.set()
-        return [(str(each), True) for each in STORAGES]
+        return [(str(storage), True) for storage in STORAGES]
 
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])

@@ -59,12 +59,12 @@ class Authors(World):
 def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
     """Return the IDs that each author received."""
     return {
-        each.message.req_id: [
+        outcome.message.req_id: [
             record.transaction_id
-            for record in NO_PREDECESSORS.with_predecessors(each.message, -1, 0, ()).predecessors
+            for record in NO_PREDECESSORS.with_predecessors(outcome.message, -1, 0, ()).predecessors
         ]
-        for each in outcomes
-        if isinstance(each, SendToClient) and isinstance(each.message, Predecessors)
+        for outcome in outcomes
+        if isinstance(outcome, SendToClient) and isinstance(outcome.message, Predecessors)
     }
 
 

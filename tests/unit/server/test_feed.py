@@ -46,7 +46,7 @@ class HeaderCache:
 
 
 def headers(first: int, last: int) -> bytes:
-    return b"".join(each.to_bytes(FEED_HEADER_BYTES, "big") for each in range(first, last + 1))
+    return b"".join(number.to_bytes(FEED_HEADER_BYTES, "big") for number in range(first, last + 1))
 
 
 def feed(mark: int, *, cached_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
@@ -268,7 +268,7 @@ def filtered_frames(outcomes: list[object]) -> list[tuple[int, int, list[int], b
 
 
 def offsets(*values: int) -> bytes:
-    return b"".join(each.to_bytes(4, "big") for each in values)
+    return b"".join(value.to_bytes(4, "big") for value in values)
 
 
 def test_a_filtered_feed_omits_headers_and_still_covers_all_ids() -> None:
@@ -294,7 +294,11 @@ def test_filters_of_two_clients_are_independent() -> None:
     mount_with_filter(each, 1, -1, 9, 3)
     mount_with_filter(each, 2, -1, 9, 4)
     mount(each, 3, -1, 9)
-    assert [len(found[2]) for found in filtered_frames(deliver_all(each))] == [1, 1, 10]
+    assert [len(frame[2]) for frame in filtered_frames(deliver_all(each))] == [
+        1,
+        1,
+        10,
+    ]
 
 
 def test_a_feed_request_continues_a_filtered_feed() -> None:

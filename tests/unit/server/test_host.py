@@ -62,7 +62,7 @@ async def test_the_archive_lag_is_exported_if_an_archive_is_used() -> None:
 
     def metric_values() -> list[float]:
         shown.publish(PartitionId(0), world.partition, metrics)
-        return [metrics.value(f"waltz_server_{each}", partition=0) for each in names]
+        return [metrics.value(f"waltz_server_{name}", partition=0) for name in names]
 
     world.open()
     metric_values()

@@ -35,7 +35,7 @@ def block(last: int, *locks: int, first: int | None = None, history: int = 0) ->
 
 
 def blocks(first: int, last: int) -> bytes:
-    return b"".join(block(each) for each in range(first, last + 1))
+    return b"".join(block(number) for number in range(first, last + 1))
 
 
 class World:
@@ -49,8 +49,8 @@ class World:
         self.reports: list[Report] = []
 
     def take(self, outcomes: list[Fetch | Report]) -> None:
-        for each in outcomes:
-            (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
+        for outcome in outcomes:
+            (self.fetches if isinstance(outcome, Fetch) else self.reports).append(outcome)  # type: ignore[arg-type]
 
     def query_locks(self, session: int = SESSION, *, must_hold_appends: bool = True) -> None:
         self.take(
@@ -162,7 +162,7 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
     world.answer(blocks(0, 9))
     world.run()
     assert world.estimates_of_writers(0, 3, 5, 6) == [0, 3, 5, 6]
-    assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
+    assert [fetch.replica for fetch in world.fetches] == list(REPLICAS[:2])
 
 
 def test_locks_written_during_the_refill_are_kept() -> None:
@@ -197,11 +197,11 @@ def test_a_failed_replica_is_queried_again_later() -> None:
     world.query_locks()
     for _ in REPLICAS:
         world.fail()
-    assert [each.replica for each in world.fetches] == list(REPLICAS)
+    assert [fetch.replica for fetch in world.fetches] == list(REPLICAS)
     assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + RETRY_MS
     world.now_ms += RETRY_MS
     world.run()
-    assert [each.replica for each in world.fetches] == [*REPLICAS, REPLICAS[0]]
+    assert [fetch.replica for fetch in world.fetches] == [*REPLICAS, REPLICAS[0]]
     world.answer(blocks(0, MARK))
     world.run()
     assert world.lock_loader.floor == -1
@@ -278,7 +278,7 @@ def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
     world.query_locks(SESSION + 1, must_hold_appends=False)
     world.answer(b"")
     world.run()
-    assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])
+    assert [fetch.replica for fetch in world.fetches[3:]] == list(REPLICAS[:2])
 
 
 def test_requests_without_an_answer_are_limited() -> None:

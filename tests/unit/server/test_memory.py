@@ -39,9 +39,9 @@ def test_a_batch_is_committed_in_the_step_that_submits_it():
     (two,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(2, b"c")), 0)
     assert (one.last, two.last) == (1, 2)
     assert one.chain != two.chain == store.log.chain
-    assert [each.data for each in store.log.transactions()] == [b"a", b"b", b"c"]
-    assert [each.header for each in store.log.transactions()] == [0, 1, 0]
-    assert [each.req_id.sequence for each in store.log.transactions()] == [5, 6, 5]
+    assert [transaction.data for transaction in store.log.transactions()] == [b"a", b"b", b"c"]
+    assert [transaction.header for transaction in store.log.transactions()] == [0, 1, 0]
+    assert [transaction.req_id.sequence for transaction in store.log.transactions()] == [5, 6, 5]
 
 
 def test_a_later_owner_finds_the_commits_of_an_earlier_owner():

@@ -241,14 +241,14 @@ class World:
 
     def answer(self, req_id: ReqId) -> ClientMessage:
         (found,) = [
-            each.message
-            for each in self.answers
-            if each.message.req_id == req_id and each.cost_bytes
+            answer.message
+            for answer in self.answers
+            if answer.message.req_id == req_id and answer.cost_bytes
         ]
         return found
 
     def is_answered(self, req_id: ReqId) -> bool:
-        return any(each.message.req_id == req_id and each.cost_bytes for each in self.answers)
+        return any(answer.message.req_id == req_id and answer.cost_bytes for answer in self.answers)
 
     def error(self, req_id: ReqId) -> int:
         message = self.answer(req_id)
@@ -259,7 +259,7 @@ class World:
         return RowOutcomeCode(bytes(message.reasons)[0])
 
     def of(self, kind: type[MessageT]) -> list[MessageT]:
-        return [each.message for each in self.answers if isinstance(each.message, kind)]
+        return [answer.message for answer in self.answers if isinstance(answer.message, kind)]
 
 
 def world_with_mount(**limits: int) -> World:
@@ -650,10 +650,10 @@ def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten
 def ids_in_feed(world: World, connection: ConnectionId) -> list[int]:
     """Return the IDs a connection was fed, in order."""
     ids: list[int] = []
-    for each in world.answers:
-        if each.connection == connection and isinstance(each.message, messages.FeedBatch):
-            assert len(each.message.headers) == 20 * each.message.count
-            ids += range(each.message.first, each.message.first + each.message.count)
+    for answer in world.answers:
+        if answer.connection == connection and isinstance(answer.message, messages.FeedBatch):
+            assert len(answer.message.headers) == 20 * answer.message.count
+            ids += range(answer.message.first, answer.message.first + answer.message.count)
     return ids
 
 
@@ -662,7 +662,7 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     world.fill(5)
     mount = world.mount(BOB, B, mark=1, feed=True)
     assert ids_in_feed(world, B) == [2, 3, 4]
-    kinds = [type(each.message) for each in world.answers if each.connection == B]
+    kinds = [type(answer.message) for answer in world.answers if answer.connection == B]
     assert kinds == [messages.FeedBatch, messages.Mounted]
     (batch,) = world.of(messages.FeedBatch)
     assert (batch.req_id, batch.session_id) == (mount, 1)
@@ -828,7 +828,7 @@ def test_a_cached_range_is_answered_without_a_storage() -> None:
     lengths = raw_records.lengths_from_wire(data.lengths, len(data.records))
     assert raw_records.first_bad_record(data.records, lengths) is None
     assert raw_records.ids_of(data.records, lengths).tolist() == [1, 2, 3, 4]
-    assert [(each.first, each.last) for each in data.lineage] == [(0, 2), (3, 4)]
+    assert [(entry.first, entry.last) for entry in data.lineage] == [(0, 2), (3, 4)]
     heads = range_answer(world, request_range(world, 1, 3, form=RangeForm.HEADERS))
     assert (heads.count, len(heads.records), heads.lengths) == (3, 84, b"")
     assert world.fetches == []

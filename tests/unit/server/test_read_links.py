@@ -47,7 +47,7 @@ class Storage:
         link.start(self.take, lambda _reason: None)
 
     def take(self, messages) -> None:
-        self.requests += [each for each in messages if not isinstance(each, OpenRequest)]
+        self.requests += [message for message in messages if not isinstance(message, OpenRequest)]
 
 
 @contextlib.asynccontextmanager

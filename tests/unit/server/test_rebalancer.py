@@ -155,11 +155,11 @@ class ScriptedCoordinator:
         pass
 
     async def read(self, server_ids, _on_ignored):
-        return {each: {} for each in server_ids}
+        return {server_id: {} for server_id in server_ids}
 
 
 def servers_view(*servers, is_settled=True):
-    described = {each: SimpleNamespace(preferred=()) for each in servers}
+    described = {server: SimpleNamespace(preferred=()) for server in servers}
     return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, excluded=())
 
 

@@ -308,12 +308,12 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
         is_open.set()
     assert max(most) == CONCURRENT_READS_MAX
     if is_left:
-        assert [each.result() for each in listings] == [errors.Unreachable] * 3
+        assert [listing.result() for listing in listings] == [errors.Unreachable] * 3
         assert len(most) == CONCURRENT_READS_MAX, (
             "the remaining tasks and the other requests are not read"
         )
     else:
-        assert [each.result() for each in listings] == [None] * 3
+        assert [listing.result() for listing in listings] == [None] * 3
 
 
 async def _outcome(answering):

@@ -125,7 +125,7 @@ def test_log_columns_have_the_values_of_the_changing_transaction() -> None:
     )
     found = feed(log, schema=schema, deleteWhere="header >= 9")
     times = [datetime.fromtimestamp(n / 1000, UTC) for n in range(3)]
-    data = [each.data for each in log.transactions]
+    data = [transaction.data for transaction in log.transactions]
     assert found == [
         (1, 5, data[0], times[0], PARTITION, 1, "insert"),
         (1, 6, data[1], times[1], PARTITION, 1, "update_preimage"),
@@ -235,9 +235,10 @@ def encrypt_transactions(
     with_key = Encryption.from_reference(str(directory), key_id=key_id)
     return [
         Transaction(
-            each.header, with_key.encrypt(each.data, partition=PARTITION, header=each.header)
+            transaction.header,
+            with_key.encrypt(transaction.data, partition=PARTITION, header=transaction.header),
         )
-        for each in transactions
+        for transaction in transactions
     ]
 
 

@@ -69,9 +69,9 @@ def test_stack_traces_outside_of_a_worker_are_unchanged(monkeypatch: pytest.Monk
     ],
 )
 def test_the_driver_gets_the_class_and_the_message(text: str) -> None:
-    found = error_of(RuntimeError(text))
-    assert type(found) is errors.LockFailed
-    assert str(found) == "a: row"
+    error = error_of(RuntimeError(text))
+    assert type(error) is errors.LockFailed
+    assert str(error) == "a: row"
 
 
 def test_errors_of_other_libraries_are_not_converted() -> None:
@@ -163,5 +163,5 @@ def test_a_waltz_error_quoted_by_a_user_is_not_converted(text: str) -> None:
 @given(before=st.text(st.sampled_from("ab: \n'[]()"), max_size=20))
 def test_a_waltz_error_within_a_line_of_other_text_is_not_converted(before: str) -> None:
     assert error_of(RuntimeError(f"{before}{WALTZ}")) is None
-    found = error_of(RuntimeError(f"{before}\n{SOURCE}{WALTZ}"))
-    assert type(found) is errors.LockFailed
+    error = error_of(RuntimeError(f"{before}\n{SOURCE}{WALTZ}"))
+    assert type(error) is errors.LockFailed

@@ -49,7 +49,7 @@ def make_run(first, sizes, seed=0):
         data = Random(f"{seed} {first + position}").randbytes(size)
         head = RECORD_PREFIX.pack(first + position, bytes(16), 7, size, crc32(data))
         parts.append(head + data + crc32(head + data).to_bytes(4, "big"))
-    return b"".join(parts), np.array([len(one) for one in parts], dtype=np.int64)
+    return b"".join(parts), np.array([len(part) for part in parts], dtype=np.int64)
 
 
 def make_entries(records, lengths, first, chain, session, counts):

@@ -78,9 +78,11 @@ class ArchivedLog:
 
     def read(self):
         """Carry out the reads of the archive; return their number."""
-        reads = [each.read for each in self.world.effects_of(service_effects.ReadArchive)]
+        reads = [effect.read for effect in self.world.effects_of(service_effects.ReadArchive)]
         self.world.effects = [
-            each for each in self.world.effects if not isinstance(each, service_effects.ReadArchive)
+            effect
+            for effect in self.world.effects
+            if not isinstance(effect, service_effects.ReadArchive)
         ]
         for read in reads:
             reader = ArchiveReader(
@@ -90,9 +92,9 @@ class ArchivedLog:
         return len(reads)
 
     def error(self, message, connection=1):
-        found = self.answer(message, connection)
-        assert isinstance(found, Nack), found
-        return error_from_code(found.error_code, found.message, found.first_available)
+        answer = self.answer(message, connection)
+        assert isinstance(answer, Nack), answer
+        return error_from_code(answer.error_code, answer.message, answer.first_available)
 
     def lineage(self, first, last):
         return self.answer(self.owner.make(LineageRequest, first, last))
@@ -101,42 +103,42 @@ class ArchivedLog:
 @pytest.fixture
 def archived(make, tmp_path):
     world = make(segment_bytes_max=700, retention=RetentionLimits(age_ms_max=1_000))
-    found = ArchivedLog(world, tmp_path)
-    assert isinstance(world.ask(1, found.mark()), SuccessResponse)
+    archived = ArchivedLog(world, tmp_path)
+    assert isinstance(world.ask(1, archived.mark()), SuccessResponse)
     world.finish()
     assert world.log.start.transaction_id == ROWS - 1, "the log has no archived record any more"
     world.ask(7, open_request())
-    yield found
-    found.cache.close()
+    yield archived
+    archived.cache.close()
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 15), (3, 3), (5, 12), (14, 99)])
 def test_a_reader_receives_removed_records_unchanged(archived, first, last):
     message = range_of(archived.owner, first, last, whole_batches=False, reader=True)
-    found = archived.answer(message, 7)
-    assert isinstance(found, RangeBytes)
+    answer = archived.answer(message, 7)
+    assert isinstance(answer, RangeBytes)
     end = min(last, ROWS - 1)
-    assert (found.first, found.count) == (first, end - first + 1)
+    assert (answer.first, answer.count) == (first, end - first + 1)
     offset, stop = (
         int(each) for each in raw_records.offsets_of(archived.all_records.lengths)[[first, end + 1]]
     )
-    assert bytes(found.records) == archived.all_records.records[offset:stop]
-    assert [each.first for each in found.lineage] == list(range(first // 2 * 2, end + 1, 2))
+    assert bytes(answer.records) == archived.all_records.records[offset:stop]
+    assert [each.first for each in answer.lineage] == list(range(first // 2 * 2, end + 1, 2))
 
 
 def test_a_reader_gets_the_headers_of_removed_records(archived):
     fields = {"form": RangeForm.HEADERS, "whole_batches": False, "reader": True}
-    found = archived.answer(range_of(archived.owner, 2, 9, **fields), 7)
-    assert (found.count, bytes(found.records)) == (8, archived.headers[2 * 28 : 10 * 28])
-    found = archived.answer(range_of(archived.owner, 2, 9, bytes_max=60, **fields), 7)
-    assert (found.count, bytes(found.records)) == (2, archived.headers[2 * 28 : 4 * 28])
+    answer = archived.answer(range_of(archived.owner, 2, 9, **fields), 7)
+    assert (answer.count, bytes(answer.records)) == (8, archived.headers[2 * 28 : 10 * 28])
+    answer = archived.answer(range_of(archived.owner, 2, 9, bytes_max=60, **fields), 7)
+    assert (answer.count, bytes(answer.records)) == (2, archived.headers[2 * 28 : 4 * 28])
 
 
 def test_the_owner_gets_the_lineage_of_removed_batches(archived):
-    found = archived.lineage(3, 9)
-    assert isinstance(found, LineageResponse)
-    assert found.lineage == archived.all_records.entries[1:5]
-    assert found.chain_before == archived.all_records.entries[0].chain
+    lineage = archived.lineage(3, 9)
+    assert isinstance(lineage, LineageResponse)
+    assert lineage.lineage == archived.all_records.entries[1:5]
+    assert lineage.chain_before == archived.all_records.entries[0].chain
 
 
 def test_a_copy_does_not_read_the_archive(archived):
@@ -164,27 +166,27 @@ def expire(archived, first):
 def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     expire(archived, 6)
     fields = {"form": form, "whole_batches": False, "reader": True}
-    found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
-    assert isinstance(found, BeforeLogStart)
-    assert (found.first_available, found.retriable) == (6, False)
-    assert "the first available one is 6" in str(found)
+    error = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
+    assert isinstance(error, BeforeLogStart)
+    assert (error.first_available, error.retriable) == (6, False)
+    assert "the first available one is 6" in str(error)
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
 
 
 def test_the_owner_receives_an_error_for_an_expired_lineage(archived):
     expire(archived, 6)
-    found = archived.error(archived.owner.make(LineageRequest, 3, 9))
-    assert (type(found), found.first_available) == (BeforeLogStart, 6)
+    error = archived.error(archived.owner.make(LineageRequest, 3, 9))
+    assert (type(error), error.first_available) == (BeforeLogStart, 6)
 
 
 def test_a_missing_object_is_named(archived):
     (name,) = (each for each in archived.store.list_names("") if each.endswith(".parquet"))
     archived.store.delete(name)
     message = range_of(archived.owner, 0, 9, whole_batches=False, reader=True)
-    found = archived.error(message, 7)
-    assert isinstance(found, ObjectMissing)
-    assert name in str(found)
-    assert "Hint: `waltz-core archive verify --repair` replaces" in str(found)
+    error = archived.error(message, 7)
+    assert isinstance(error, ObjectMissing)
+    assert name in str(error)
+    assert "Hint: `waltz-core archive verify --repair` replaces" in str(error)
 
 
 def test_a_failed_read_of_the_archive_is_reported_once_for_a_while(archived):
@@ -221,10 +223,10 @@ def test_an_object_store_failure_is_reported_once_for_all_reads(archived):
 def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
     later = archived.world.owned(7, connection=2)
     message = range_of(later, 0, 9, whole_batches=False, reader=True)
-    found = archived.error(message, 7)
-    assert isinstance(found, ArchiveUnavailable)
-    assert found.retriable
-    assert str(found) == (
+    error = archived.error(message, 7)
+    assert isinstance(error, ArchiveUnavailable)
+    assert error.retriable
+    assert str(error) == (
         "partition 0: transactions 0..9 were requested, but the log of this storage "
         "begins at 16; earlier transactions are in the archive, but the server that owns the "
         "partition has not sent the archived mark yet"
@@ -242,11 +244,11 @@ def test_an_archive_of_another_log_is_not_read(archived):
         archived.world.send(connection, message)  # before the storage has compared the mark
         archived.world.finish()
         assert archived.read() == 0
-        found = archived.error(
+        error = archived.error(
             range_of(later, 0, 9, whole_batches=False, reader=reader), connection
         )
-        assert isinstance(found, ArchiveUnavailable)
-        assert "has not sent" in str(found)
+        assert isinstance(error, ArchiveUnavailable)
+        assert "has not sent" in str(error)
     # A read that follows the mark directly already uses the mark.
     archived.world.send(2, replace(mark, chain=uploaded.chain))
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
@@ -306,7 +308,7 @@ def test_reads_from_the_archive_are_limited_and_block_no_connection(archived):
         world.finish()
     assert world.service.queue_limits.reader_bytes == 0
     assert not world.effects_of(service_effects.PauseReading)
-    (rejected,) = (each for each in world.answers(7) if isinstance(each, Nack))
+    (rejected,) = (answer for answer in world.answers(7) if isinstance(answer, Nack))
     assert rejected.sequence == messages[-1].sequence
     error = error_from_code(rejected.error_code, rejected.message)
     assert isinstance(error, ArchiveUnavailable)

@@ -21,7 +21,7 @@ class Case:
     def __init__(self, folder):
         store = ArchiveStore(f"file://{folder}")
         self.log = write_archive(store, sizes=(3, 1, 40, 7))
-        self.paths = [folder / each.name for each in self.log.manifest.newest_objects]
+        self.paths = [folder / entry.name for entry in self.log.manifest.newest_objects]
         self.data = self.paths[0].read_bytes()
         self.threads = ThreadPoolExecutor(1)
         self.access = StorageArchive(store.url, CLUSTER_KEY, self.threads)

@@ -78,13 +78,13 @@ def request(world, owner, message):
     world.finish()
     jobs = world.effects_of(service_effects.UploadRange)
     world.effects = [
-        each for each in world.effects if not isinstance(each, service_effects.UploadRange)
+        effect for effect in world.effects if not isinstance(effect, service_effects.UploadRange)
     ]
     return jobs[0].job if jobs else None
 
 
 def notices(world, connection=1):
-    return [each for each in world.answers(connection) if isinstance(each, RangeArchived)]
+    return [answer for answer in world.answers(connection) if isinstance(answer, RangeArchived)]
 
 
 def rejection(world, message, connection=1):
@@ -123,8 +123,10 @@ def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
     (name,) = (each for each in store.list_names("") if each.endswith(".parquet"))
     assert f"0-5-5-{NONCE.hex()}-1" in name
     with store.open(name) as source:
-        found = ArchiveObject(source, name).read_row_group(0)
-    assert bytes(found.records) == world.log.read_range(0, 5, 1 << 20, whole_batches=True).records
+        row_group = ArchiveObject(source, name).read_row_group(0)
+    assert (
+        bytes(row_group.records) == world.log.read_range(0, 5, 1 << 20, whole_batches=True).records
+    )
 
 
 def test_a_range_ends_with_the_batch_that_fills_an_object(make, monkeypatch):
@@ -132,7 +134,7 @@ def test_a_range_ends_with_the_batch_that_fills_an_object(make, monkeypatch):
     world = make(archive=ArchiveLimits(object_bytes=700, age_ms=1 << 60))
     owner = fill_log(world, batches=6)
     job = request(world, owner, range_to(owner, 11))
-    assert [len(each.batches) for each in job.runs] == [1, 1, 1]
+    assert [len(run.batches) for run in job.runs] == [1, 1, 1]
     assert (job.first, job.end.last, job.record_bytes) == (0, 5, 6 * 140)
 
 
@@ -206,7 +208,7 @@ def test_a_batch_that_reaches_beyond_the_range_is_not_archived(make, monkeypatch
     owner = fill_log(world)
     job = request(world, owner, range_to(owner, last))
     assert (job and job.end.last) == end
-    assert [each.error for each in notices(world)] == ([""] if end is None else [])
+    assert [notice.error for notice in notices(world)] == ([""] if end is None else [])
 
 
 def test_a_clock_behind_the_commit_stamps_does_not_stop_a_started_range(make, monkeypatch):
@@ -215,7 +217,7 @@ def test_a_clock_behind_the_commit_stamps_does_not_stop_a_started_range(make, mo
     owner = fill_log(world, size=1)
     monkeypatch.setattr(world.log, "clock_ms", lambda: STAMP_MS - 1)
     job = request(world, owner, range_to(owner, 2))
-    assert [len(each.batches) for each in job.runs] == [1, 1, 1]
+    assert [len(run.batches) for run in job.runs] == [1, 1, 1]
 
 
 def test_an_old_batch_of_any_size_is_archived(make):
@@ -299,7 +301,7 @@ def test_one_range_is_read_or_uploaded_at_a_time(make):
         world.step(service.UploadDone(job, MADE))
         world.finish()
     assert order == [0, 1, 2]
-    assert [each.partition_id for each in notices(world)] == order
+    assert [notice.partition_id for notice in notices(world)] == order
 
 
 ENDINGS = {
@@ -338,7 +340,7 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     job = world.effects_of(service_effects.UploadRange)[-1].job
     assert job.session_id == 7
     world.step(service.UploadDone(job, MADE))
-    assert [each.session_id for each in notices(world, 3)] == [7]
+    assert [notice.session_id for notice in notices(world, 3)] == [7]
     assert not notices(world, 1)
     assert not notices(world, 2)
 
@@ -368,7 +370,7 @@ def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploadi
 
 
 def collection_notices(world, connection=1):
-    return [each for each in world.answers(connection) if isinstance(each, GarbageCollected)]
+    return [answer for answer in world.answers(connection) if isinstance(answer, GarbageCollected)]
 
 
 OUTCOMES = {
@@ -407,7 +409,7 @@ def test_a_collection_is_not_reported_to_an_owner_whose_session_has_ended(make, 
     ENDINGS[ending](world)
     world.finish()
     world.step(service.FilesCollected(effect.job, BadRequest("found a later session")))
-    assert not [each for number in (1, 2) for each in collection_notices(world, number)]
+    assert not [notice for number in (1, 2) for notice in collection_notices(world, number)]
     assert not reports(world, "storage.garbage_collection_failed"), (
         "the later owner collects its own garbage"
     )
@@ -496,7 +498,7 @@ def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make)
         job = world.effects_of(service_effects.UploadRange)[-1].job
         assert job.partition_id == partition_id
         world.step(service.UploadDone(job, MADE))
-    assert [each.error for each in notices(world)] == ["timed out", "", ""]
+    assert [notice.error for notice in notices(world)] == ["timed out", "", ""]
     assert world.service.archive_running_since_ms is None
 
 
@@ -523,7 +525,7 @@ def mark_at(world, owner, last):
 
 
 def removed_starts(world):
-    return [each["start"] for each in reports(world, "storage.segment_removed")]
+    return [report["start"] for report in reports(world, "storage.segment_removed")]
 
 
 def test_segments_over_the_size_are_removed_up_to_the_archived_mark(make):
@@ -560,7 +562,7 @@ def test_segments_within_the_retention_limits_are_not_removed(make, limits):
         work = world.work_items.pop(0)
         pieces.append(work.piece)
         world.step(service.WorkDone(work, work.run()))
-    assert any(isinstance(each, RetentionPiece) for each in pieces) == bool(limits)
+    assert any(isinstance(piece, RetentionPiece) for piece in pieces) == bool(limits)
     assert removed_starts(world) == []
 
 
@@ -608,7 +610,7 @@ def test_retention_starts_with_the_oldest_segment_of_the_largest_log(make):
         world.ask(1, second.append(2, b"x" * 100))
     world.ask(1, mark_at(world, owner, 15))
     world.finish()
-    assert {each["partition"] for each in reports(world, "storage.segment_removed")} == {0}
+    assert {report["partition"] for report in reports(world, "storage.segment_removed")} == {0}
     assert world.log.size_bytes + log.size_bytes <= 2_400
 
 
@@ -633,7 +635,7 @@ def test_objects_expire_for_the_owner_and_it_is_reported(make, kind):
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
     assert effect.job == ExpiryJob(5, NONCE, 3, recorded, 4, 77, 60_000)
     world.step(service.ExpiryWritten(effect.job, outcome))
-    notices = [each for each in world.answers(1) if isinstance(each, ObjectsExpired)]
+    notices = [answer for answer in world.answers(1) if isinstance(answer, ObjectsExpired)]
     assert notices == [ObjectsExpired(5, 0, 0, 3, *expected)]
     assert reports(world, "storage.expiry_failed") == (
         [{"partition": 0, "error": "cannot read m"}] if kind == "error" else []
@@ -650,8 +652,8 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     ENDINGS[ending](world)
     world.finish()
     world.step(service.ExpiryWritten(effect.job, ManifestAfterExpiry(3, "e", 8)))
-    answers = [each for number in (1, 2) for each in world.answers(number)]
-    assert not [each for each in answers if isinstance(each, ObjectsExpired)]
+    answers = [answer for number in (1, 2) for answer in world.answers(number)]
+    assert not [answer for answer in answers if isinstance(answer, ObjectsExpired)]
 
 
 def test_repeated_marks_do_not_delay_the_removal():
@@ -682,7 +684,7 @@ def archived_in(world, owner, store, *ends):
         job = request(world, owner, owner.make(ArchiveRange, *fields))
         uploaded, first = upload(store, KEY, job), last + 1
         world.step(service.UploadDone(job, uploaded))
-    return uploaded, [each for each in store.list_names("") if each.endswith(".parquet")]
+    return uploaded, [name for name in store.list_names("") if name.endswith(".parquet")]
 
 
 def test_an_object_of_any_size_is_rewritten_from_the_log(make, tmp_path, monkeypatch):

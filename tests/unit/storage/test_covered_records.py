@@ -37,7 +37,7 @@ NONCE = b"n" * 16
 
 
 def records(first, count, data=b"data"):
-    return [layout.record(one, data) for one in range(first, first + count)]
+    return [layout.record(number, data) for number in range(first, first + count)]
 
 
 def all_records(last):
@@ -99,7 +99,7 @@ class World:
         return self.log.read_range(0, self.log.max_id, 1 << 20, whole_batches=False).records
 
     def bounds(self):
-        return [(one.first, one.last) for one in self.log.lineage(0, self.log.max_id)[1]]
+        return [(entry.first, entry.last) for entry in self.log.lineage(0, self.log.max_id)[1]]
 
 
 @pytest.fixture
@@ -135,9 +135,9 @@ def append_ours(world, session, mark, batches_count=1):
     log.engage(session, mark)
     for first in range(mark + 1, mark + 1 + 5 * batches_count, 5):
         ours, chain = records(first, 5), log.chain
-        crcs = b"".join(one[-4:] for one in ours)
+        crcs = b"".join(our[-4:] for our in ours)
         after = next_chain(chain, first, first + 4, session, crcs)
-        lengths = np.array([len(one) for one in ours], dtype=np.int64)
+        lengths = np.array([len(our) for our in ours], dtype=np.int64)
         entry = LineageEntry(first, first + 4, session, 9, after)
         log.append(session, first, lengths, b"".join(ours), chain, (entry,))
         log.sync()
@@ -187,7 +187,7 @@ def test_batches_of_records_replaced_by_0_13_are_rebuilt(empty_world, count):
     crcs = raw_records.record_crcs(read.records, read.lengths)
     assert check_chain(read.entries, 0, GENESIS_CHAIN, crcs) is None
     assert empty_world.bounds() == [(0, 4), (5, last)]
-    assert [one.session_id for one in read.entries] == [1, NO_SESSION]
+    assert [entry.session_id for entry in read.entries] == [1, NO_SESSION]
     assert not empty_world.log.suspect
     assert empty_world.log.state().low_water_mark == last
 
@@ -305,8 +305,8 @@ def test_nonconsecutive_batches_are_rejected(world):
         with pytest.raises(BadRequest):
             world.log.append(2, start, lengths, data, before, (placed,))
         assert world.log.max_id == BEFORE_FIRST
-    for each in batches:
-        append(world, each)
+    for batch in batches:
+        append(world, batch)
     assert record_bytes(world) == world.content() == all_records(9)
 
 
@@ -435,6 +435,6 @@ def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty_
     chain = first[-1][0].chain
     assert empty_world.log.truncate(session, 5, 5, chain) == (5, chain)
     empty_world.crash()
-    found = empty_world.log.prepare(9, NONCE)
-    assert (found.synced_max, found.last_session) == (9, 6)
+    prepared = empty_world.log.prepare(9, NONCE)
+    assert (prepared.synced_max, prepared.last_session) == (9, 6)
     assert empty_world.content() == all_records(9)

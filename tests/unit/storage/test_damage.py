@@ -110,8 +110,8 @@ def test_a_repair_waits_for_the_batch_after_a_lost_batch(log):
     with pytest.raises(ChecksumMismatch):
         log.segments.entries(0, 0, 1)
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == ()
-    assert [each[1:3] for each in log.segments.entries(0, 9, 9)[1]] == [
-        each[1:3] for each in log.entries
+    assert [entry[1:3] for entry in log.segments.entries(0, 9, 9)[1]] == [
+        entry[1:3] for entry in log.entries
     ]
     assert log.segments.read(0, 9)[0] == log.records
 

@@ -109,7 +109,7 @@ def test_a_partial_offset_at_the_end_is_ignored(tmp_path):
 def test_the_position_of_an_id_is_the_first_batch_that_ends_at_or_after_it():
     lineage, entries = filled_lineage(new_disk(), (3, 1, 5, 2))
     for wanted in range(14):
-        expected = next((i for i, one in enumerate(entries) if one.last >= wanted), 4)
+        expected = next((i for i, entry in enumerate(entries) if entry.last >= wanted), 4)
         assert lineage.position_of(wanted) == expected
     assert new_lineage(new_disk()).position_of(0) == 0
 

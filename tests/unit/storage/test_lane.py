@@ -25,7 +25,9 @@ def lane(*, writes=(), reads=(), piece=None):
 
 def kinds(work):
     requests, piece = work
-    return [type(each.message).__name__ for each in requests] + ([] if piece is None else [piece])
+    return [type(request.message).__name__ for request in requests] + (
+        [] if piece is None else [piece]
+    )
 
 
 def a_read():

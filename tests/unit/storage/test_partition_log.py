@@ -442,7 +442,10 @@ def test_missing_index_files_are_rebuilt(world, names, suspect):
     read = world.log.read_range(0, 149, 1 << 20, whole_batches=True)
     assert read.records == written
     assert (world.log.chain == chain) == (names != "*.chn")
-    assert [one.first for one in read.entries] == [0, *(one.last + 1 for one in read.entries[:-1])]
+    assert [entry.first for entry in read.entries] == [
+        0,
+        *(entry.last + 1 for entry in read.entries[:-1]),
+    ]
     world.log.prepare(2, NONCE)
     world.append([3], session=2)
     world.log.set_low_water_mark(2, 152, world.log.chain)

@@ -326,7 +326,7 @@ def test_a_directory_of_0_13_gets_batches_and_is_not_suspect():
     segments, slots = open_disk(disk, info=info)
     assert content(segments) == records
     entries = list(segments.entries_from(0))
-    assert [(one.first, one.last, one.session_id) for one in entries] == [
+    assert [(entry.first, entry.last, entry.session_id) for entry in entries] == [
         (0, 4, NO_SESSION),
         (5, 6, NO_SESSION),
     ]
@@ -375,7 +375,7 @@ def test_a_record_without_a_checksum_makes_an_adopted_log_suspect(is_zero):
 
     entries, slot = adopt_0_13_log(spoil)
     assert (slot.damaged, slot.suspect) == ((IdRange(3, 3),), True)
-    assert {one.session_id for one in entries} == {RECONSTRUCTED}
+    assert {entry.session_id for entry in entries} == {RECONSTRUCTED}
     assert slot.low_water_mark == BEFORE_FIRST
 
 

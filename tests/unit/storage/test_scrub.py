@@ -22,8 +22,8 @@ DAY_MS = 86_400_000
 
 def new_scrub(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, positions=None):
     scrub = Scrub(bytes_per_s=bytes_per_s, interval_ms=interval_ms, positions=positions)
-    for each in partitions:
-        scrub.on_partition_opened(each, 0)
+    for partition in partitions:
+        scrub.on_partition_opened(partition, 0)
     return scrub
 
 
@@ -92,7 +92,7 @@ def test_with_rate_zero_only_requested_passes_run():
     assert scrub.wake_at_ms == 170
     assert read(scrub, 170)[2]
     assert scrub.wake_at_ms is None
-    assert [each.passes_count for each in scrub.states(170)] == [0, 1]
+    assert [state.passes_count for state in scrub.states(170)] == [0, 1]
 
 
 def test_requested_passes_run_first_and_from_the_beginning():

@@ -148,7 +148,9 @@ class ServiceWorld:
         before = len(self.answers())
         self.send(connection, message)
         self.finish()
-        answers = [one for one in self.answers()[before:] if not isinstance(one[1], DamageFound)]
+        answers = [
+            answer for answer in self.answers()[before:] if not isinstance(answer[1], DamageFound)
+        ]
         assert len(answers) == 1, answers
         assert answers[0][0] == connection
         assert answers[0][1].sequence == message.sequence
@@ -163,14 +165,14 @@ class ServiceWorld:
 
     def answers(self, connection=None):
         found = [
-            (each.connection, each.message)
-            for each in self.effects
-            if isinstance(each, service_effects.SendStorageMessage)
+            (effect.connection, effect.message)
+            for effect in self.effects
+            if isinstance(effect, service_effects.SendStorageMessage)
         ]
         return found if connection is None else [m for c, m in found if c == connection]
 
     def effects_of(self, kind):
-        return [each for each in self.effects if isinstance(each, kind)]
+        return [effect for effect in self.effects if isinstance(effect, kind)]
 
     def owned(self, session_id=1, connection=1, *, engaged=True):
         """Return an owner whose session is prepared and, if requested, engaged."""
@@ -282,7 +284,9 @@ def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
 def test_the_same_owner_may_reconnect(world):
     owner = world.owned(5, connection=1)
     assert isinstance(world.ask(2, prepare(owner)), Prepared)
-    assert [each.connection for each in world.effects_of(service_effects.CloseConnection)] == [1]
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
     assert world.refusal(1, owner.append()) is errors.SessionFenced
     owner.next_id, owner.chain = 0, GENESIS_CHAIN
     assert isinstance(world.ask(2, owner.append()), Appended)
@@ -327,7 +331,9 @@ def test_a_partition_that_is_not_assigned_here_is_rejected(world):
 def test_a_promise_that_could_not_be_made_durable_ends_the_session(world):
     world.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
     assert world.refusal(1, prepare(OwnerSession(5))) is DiskFailed
-    assert [each.connection for each in world.effects_of(service_effects.CloseConnection)] == [1]
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
     assert world.refusal(1, OwnerSession(5).make(Heartbeat)) is errors.SessionFenced
     # The rejected session stays fenced: an earlier session is rejected, too.
     assert world.refusal(2, prepare(OwnerSession(4))) is errors.SessionFenced
@@ -403,16 +409,16 @@ def test_appends_are_answered_after_the_sync_and_can_be_read(world):
     first, second = owner.append(3), owner.append(2)
     assert world.ask(1, first) == Appended(5, first.sequence, 0, 2)
     assert world.ask(1, second) == Appended(5, second.sequence, 0, 4)
-    found = world.ask(1, range_of(owner, 1, 4))
+    answer = world.ask(1, range_of(owner, 1, 4))
     records, _, lengths = encode_records(1, 4)
-    assert isinstance(found, RangeBytes)
-    assert (found.first, found.count, bytes(found.records), bytes(found.lengths)) == (
+    assert isinstance(answer, RangeBytes)
+    assert (answer.first, answer.count, bytes(answer.records), bytes(answer.lengths)) == (
         1,
         4,
         records,
         lengths,
     )
-    assert [entry.last for entry in found.lineage] == [2, 4]
+    assert [entry.last for entry in answer.lineage] == [2, 4]
 
 
 def test_all_appends_that_wait_are_synced_once(world):
@@ -505,8 +511,8 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(world):
     owner = world.owned(6, connection=1)
     world.ask(1, owner.append(2))
     assert world.refusal(7, request) is errors.SessionFenced
-    found = world.ask(7, range_of(OwnerSession(6), 1, 99, reader=True))
-    assert (found.first, found.count) == (1, 4)
+    answer = world.ask(7, range_of(OwnerSession(6), 1, 99, reader=True))
+    assert (answer.first, answer.count) == (1, 4)
     beyond = world.ask(7, range_of(OwnerSession(6), 5, 99, reader=True))
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
     world.step(service.Disconnected(1))  # the owner has disconnected, the log is unchanged
@@ -562,10 +568,10 @@ def test_the_owner_reads_headers_whole_batches_and_the_lineage(world):
     assert world.refusal(1, range_of(owner, 4, 5, whole_batches=True)) is errors.BadRequest
     assert world.refusal(1, range_of(owner, 6, 9)) is errors.BadRequest
     assert world.refusal(1, range_of(owner, 0, 1, form=9)) is errors.BadRequest
-    found = world.ask(1, owner.make(LineageRequest, 1, 4))
-    assert isinstance(found, LineageResponse)
-    assert [(entry.first, entry.last) for entry in found.lineage] == [(0, 2), (3, 5)]
-    assert bytes(found.chain_before) == GENESIS_CHAIN
+    answer = world.ask(1, owner.make(LineageRequest, 1, 4))
+    assert isinstance(answer, LineageResponse)
+    assert [(entry.first, entry.last) for entry in answer.lineage] == [(0, 2), (3, 5)]
+    assert bytes(answer.chain_before) == GENESIS_CHAIN
 
 
 # ---- limits
@@ -576,12 +582,12 @@ def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
     world = make(queue_bytes_max=4_000)
     owner = world.owned(5)
     world.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
-    assert [each.connection for each in world.effects_of(service_effects.PauseReading)] == [1]
+    assert [effect.connection for effect in world.effects_of(service_effects.PauseReading)] == [1]
     assert world.effects_of(service_effects.ResumeReading) == []
     if is_gone:
         world.step(service.Disconnected(1))
     world.finish()
-    resumed = [each.connection for each in world.effects_of(service_effects.ResumeReading)]
+    resumed = [effect.connection for effect in world.effects_of(service_effects.ResumeReading)]
     assert resumed == ([] if is_gone else [1])
     assert world.service.queue_limits.owner_bytes == 0
     assert world.log.synced_max == (0 if is_gone else 7)
@@ -599,9 +605,15 @@ def test_many_reads_of_clients_do_not_pause_the_owner(make):
     )
     world.send(8, range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1))
     world.send(1, owner.append(data=bytes(500)))
-    assert [each.connection for each in world.effects_of(service_effects.PauseReading)] == [7, 8]
+    assert [effect.connection for effect in world.effects_of(service_effects.PauseReading)] == [
+        7,
+        8,
+    ]
     world.finish()
-    assert [each.connection for each in world.effects_of(service_effects.ResumeReading)] == [7, 8]
+    assert [effect.connection for effect in world.effects_of(service_effects.ResumeReading)] == [
+        7,
+        8,
+    ]
     assert world.service.queue_limits.reader_bytes == 0
 
 
@@ -687,9 +699,11 @@ def test_a_dropped_partition_is_not_served_any_more(world):
     world.send(1, owner.append(), owner.append())
     world.step(service.PartitionDropped(0))
     assert world.effects_of(service_effects.PartitionIdle) == []
-    assert [each.connection for each in world.effects_of(service_effects.CloseConnection)] == [1]
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
     world.finish()
-    assert [each.log for each in world.effects_of(service_effects.PartitionIdle)] == [world.log]
+    assert [effect.log for effect in world.effects_of(service_effects.PartitionIdle)] == [world.log]
     assert world.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
     world.step(service.PartitionOpened(world.log))
     assert world.owned(6, connection=2).next_id == 1
@@ -728,14 +742,14 @@ def test_a_damaged_range_is_repaired_in_this_session_or_the_next(world, session_
 
 def reported_damage(world, connection=1):
     return [
-        np.frombuffer(each.damaged, dtype=">i8").tolist()
-        for each in world.answers(connection)
-        if isinstance(each, DamageFound)
+        np.frombuffer(answer.damaged, dtype=">i8").tolist()
+        for answer in world.answers(connection)
+        if isinstance(answer, DamageFound)
     ]
 
 
 def reports(world, name):
-    return [dict(each.fields) for each in world.effects_of(Report) if each.name == name]
+    return [dict(effect.fields) for effect in world.effects_of(Report) if effect.name == name]
 
 
 def test_the_owner_is_notified_of_damage_found_by_any_read(world):
@@ -878,7 +892,7 @@ def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
     (work,) = tick(world)
     world.step(service.PartitionDropped(0))
     world.step(service.WorkDone(work, work.run()))
-    assert [each.log for each in world.effects_of(service_effects.PartitionIdle)] == [world.log]
+    assert [effect.log for effect in world.effects_of(service_effects.PartitionIdle)] == [world.log]
     assert world.service.scrub_states(world.now_ms) == []
 
 
@@ -904,7 +918,9 @@ def test_free_space_is_rechecked_until_it_suffices(make):
         assert look.space.is_full == is_full
     assert len(world.effects_of(service_effects.CheckSpace)) == 3
     names = [
-        each.name for each in world.effects_of(Report) if each.name.startswith("storage.disk_")
+        effect.name
+        for effect in world.effects_of(Report)
+        if effect.name.startswith("storage.disk_")
     ]
     assert names == ["storage.disk_full", "storage.disk_space_available"], (
         "each event is reported once"
@@ -980,7 +996,7 @@ def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by
     world.finish()
     (gone,) = world.effects_of(service_effects.DropPartition)
     assert gone.log is world.log
-    names = [each.name for each in world.effects_of(Report)]
+    names = [effect.name for effect in world.effects_of(Report)]
     assert names.count("storage.files_replaced") == 1
     assert {"storage.disk_failed", "storage.scrub_skipped", "storage.damage_found"}.isdisjoint(
         names
@@ -1006,8 +1022,8 @@ def test_a_repaired_replica_is_reported(world):
     mark = later.make(SetLowWaterMark, later.next_id - 1, later.chain)
     assert isinstance(world.ask(2, mark), ReplicaEnd)
     (repaired,) = [
-        dict(each.fields)
-        for each in world.effects_of(Report)
-        if each.name == "storage.replica_repaired"
+        dict(effect.fields)
+        for effect in world.effects_of(Report)
+        if effect.name == "storage.replica_repaired"
     ]
     assert repaired == {"partition": 0, "session": 2, "last_before": 2, "last": 4}

@@ -172,7 +172,7 @@ def test_each_call_of_a_helper_thread_has_one_outcome() -> None:
         assert dropped.cancel()
         assert helpers.is_busy
         may_end.set()
-        assert all(each.result(TEST_TIMEOUT_S) for each in waits)
+        assert all(wait.result(TEST_TIMEOUT_S) for wait in waits)
         assert later.result(TEST_TIMEOUT_S) == (3, 1)
         with pytest.raises(ZeroDivisionError):
             fails.result(TEST_TIMEOUT_S)

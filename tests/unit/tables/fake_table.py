@@ -68,8 +68,8 @@ class OpenTable:
         commits = [
             DeltaCommit(at, each.operation, each.metadata) for at, each in enumerate(self.stored)
         ][::-1]
-        if found := find_newest_commit(follower, commits, is_complete=True):
-            metadata, others = found
+        if commit := find_newest_commit(follower, commits, is_complete=True):
+            metadata, others = commit
             return TableState(metadata, version, others)
         marks = (decode_marks(each.metadata) for each in commits)
         rules = next((each.rules for each in marks if each is not None), None)
@@ -112,13 +112,13 @@ class LogInMemory:
     """A `FollowedLog` with a list of transactions per partition: a key, and its value or None."""
 
     def __init__(self, *partitions: list[tuple[str, int | None]]) -> None:
-        self.partitions = [list(each) for each in partitions]
+        self.partitions = [list(partition) for partition in partitions]
         self.firsts: dict[int, int] = {}
         self.read: list[tuple[dict[int, int], dict[int, int]]] = []
         self.on_wait: Callable[[], None] = _raise_killed
 
     def state(self) -> LogState:
-        marks = {number: len(each) - 1 for number, each in enumerate(self.partitions)}
+        marks = {number: len(partition) - 1 for number, partition in enumerate(self.partitions)}
         return LogState(marks, self.firsts)
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[Changes]:

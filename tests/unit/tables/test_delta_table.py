@@ -45,12 +45,12 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def table(path: Path) -> FollowedDeltaTable:
     """Return a new table at its marks."""
-    found = open_table(path)
-    assert found.marks(START) is None
-    found.create(START)
-    found.finish()
-    assert found.marks(START).version == 0
-    return found
+    table = open_table(path)
+    assert table.marks(START) is None
+    table.create(START)
+    table.finish()
+    assert table.marks(START).version == 0
+    return table
 
 
 def up_to(*marks: int) -> TableMarks:
@@ -59,7 +59,7 @@ def up_to(*marks: int) -> TableMarks:
 
 def rows(path: Path) -> list[tuple]:
     return sorted(
-        tuple(each.values()) for each in pa.table(DeltaTable(path).to_pyarrow_table()).to_pylist()
+        tuple(row.values()) for row in pa.table(DeltaTable(path).to_pyarrow_table()).to_pylist()
     )
 
 
@@ -83,7 +83,7 @@ def test_the_marks_are_user_metadata_like_those_of_spark(path: Path, table: Foll
     commits = sorted((path / "_delta_log").glob("*.json"))
     actions = [json.loads(line) for line in commits[0].read_text().splitlines()]
     info, transaction = (
-        [each[kind] for each in actions if kind in each] for kind in ("commitInfo", "txn")
+        [action[kind] for action in actions if kind in action] for kind in ("commitInfo", "txn")
     )
     assert json.loads(info[0]["userMetadata"])["waltz"]["marks"] == {"0": -1, "1": -1}
     assert (transaction[0]["appId"], transaction[0]["version"]) == (f"waltz/{KEY}/f", 0)
@@ -250,7 +250,7 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
     delta.restore(0)
     state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(0, -1)
-    assert [each.version for each in state.other_commits] == list(range(22, 1, -1))
+    assert [other_commit.version for other_commit in state.other_commits] == list(range(22, 1, -1))
     assert state.other_commits[0].operation == "RESTORE"
     assert state.other_commits[1].operation == "SET TBLPROPERTIES"
 
@@ -499,11 +499,11 @@ def test_errors_of_an_object_store_are_classified(
         names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": url if status else "http://127.0.0.1:1"}
         for name, value in names.items():
             monkeypatch.setenv(f"AWS_{name}", value)
-        with pytest.raises(error, match=re.escape(message)) as found:
+        with pytest.raises(error, match=re.escape(message)) as caught:
             FollowedDeltaTable("s3://bucket/table", SCHEMA, ["Id"]).marks(START)
-    assert str(found.value).startswith("table s3://bucket/table: ")
-    assert "\n" not in str(found.value)
-    assert "\x1b" not in str(found.value)
+    assert str(caught.value).startswith("table s3://bucket/table: ")
+    assert "\n" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     assert content(uri) == replayed(LOG[:5])
     state = open_table(uri).marks(START)
     assert decode_marks(state.metadata).marks == {0: 2}
-    assert {each.follower for each in state.other_commits} == {"g"}
+    assert {other_commit.follower for other_commit in state.other_commits} == {"g"}
 
 
 def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
@@ -428,10 +428,10 @@ def test_denied_access_to_an_object_store_is_permanent(
     with store_with_answer(status, code) as url:
         host = url.removeprefix("http://")
         uri = f"s3://lake/table?scheme=http&region=us-east-1&endpoint_override={host}"
-        with pytest.raises(error) as found:
+        with pytest.raises(error) as caught:
             open_table(uri).marks(START)
-    assert str(found.value).startswith(f"table {uri}: cannot ")
-    assert ("Hint: " in str(found.value)) is (error is BadConfig)
+    assert str(caught.value).startswith(f"table {uri}: cannot ")
+    assert ("Hint: " in str(caught.value)) is (error is BadConfig)
 
 
 def test_the_creation_is_pending_until_the_first_changes(tmp_path: Path):

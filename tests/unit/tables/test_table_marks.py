@@ -52,8 +52,8 @@ def test_the_form_of_marks_is_stable():
     rules = '{"key":["a","b"],"headers":[],"delete_headers":[9],"delete_where":"c = 1",'
     rules += '"changes":"m:f"}'
     body = f'{{"follower":"f","cluster":"{KEY}","marks":{{"0":41,"10":-1}},"rules":{rules}}}'
-    found = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1", "m:f"))
-    assert encode_marks(found) == f'{{"waltz":{body}}}'
+    marks = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1", "m:f"))
+    assert encode_marks(marks) == f'{{"waltz":{body}}}'
 
 
 @pytest.mark.parametrize("text", [None, "", "null", "nightly load", "[1]", '{"job": 7}', "NaN"])

@@ -54,12 +54,12 @@ def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
         async with asyncio.TaskGroup() as tasks:
             callers = [tasks.create_task(dns_lookup.addresses_of("slow-1")) for _ in range(20)]
             await poll_until(lambda: dns.requested_hosts)
-            for each in callers[:10]:
-                each.cancel()
+            for caller in callers[:10]:
+                caller.cancel()
             await asyncio.wait(callers[:10])
             assert dns.requested_hosts == ["slow-1"]
             dns.may_end.set()
-        assert [each.result() for each in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
+        assert [caller.result() for caller in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
         assert await dns_lookup.addresses_of("slow-1") == ["127.0.0.2", "127.0.0.1"]
         assert dns.requested_hosts == ["slow-1", "slow-1"]
 

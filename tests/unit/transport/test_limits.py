@@ -153,7 +153,7 @@ async def test_a_0_13_client_over_the_limit_is_disconnected_unprocessed(files, m
         port.apply(dataclasses.replace(permissions_with_limits(), limits=limits))
         context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
-        requests = [TransactionDataRequest(REQ_ID, each) for each in range(10)]
+        requests = [TransactionDataRequest(REQ_ID, number) for number in range(10)]
         links[0].send(requests[0])
         await poll_until(lambda: port.peer.messages)
         monkeypatch.setattr(net, "CLOSE_S_MAX", 0.01)
@@ -194,7 +194,7 @@ async def test_limits_are_those_of_the_newest_revision(files, token_file):
         port.apply(permissions_with_limits(revision=8, bytes_per_s=512))
         link.send_all([TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 11)])
         await poll_until(lambda: len(port.peer.messages) == 10)
-        assert any(isinstance(peer.denial(each), Overloaded) for each in port.peer.messages)
+        assert any(isinstance(peer.denial(message), Overloaded) for message in port.peer.messages)
         port.apply(dataclasses.replace(permissions_with_limits(revision=9), limits={}))
         assert peer.access.quota is None
         # The feeds of the connection were not counted before, so the client must mount again.

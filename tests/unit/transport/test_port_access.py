@@ -82,7 +82,7 @@ WITH_REVOKED = dataclasses.replace(
 def logged(caplog, monkeypatch):
     monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     caplog.set_level(logging.DEBUG)
-    return lambda: "\n".join(each.getMessage() for each in caplog.records)
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ class Port:
 
     @property
     def principals(self):
-        return [each.principal for each in self.peer.links]
+        return [link.principal for link in self.peer.links]
 
 
 @contextlib.asynccontextmanager
@@ -402,9 +402,9 @@ def test_a_message_does_not_show_its_token(protocol):
 def without_tokens(protocol, versions):
     """Return the versions of a protocol in which a connection cannot be authenticated."""
     return tuple(
-        each
-        for each in versions
-        if authentication.credential_message(protocol, each, SECRET) is None
+        version
+        for version in versions
+        if authentication.credential_message(protocol, version, SECRET) is None
     )
 
 

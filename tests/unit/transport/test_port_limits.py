@@ -67,8 +67,8 @@ def test_after_a_burst_the_handshakes_of_a_host_are_rate_limited():
 
     def accepted_handshakes(address, count):
         outcomes = [limits.begin_handshake(address) for _ in range(count)]
-        for each in outcomes:
-            if not each:
+        for outcome in outcomes:
+            if not outcome:
                 limits.end_handshake(address)
         return outcomes.count("")
 
@@ -150,7 +150,7 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
             else:
                 link.abort("done")
         assert rejected == 6
-        lines = [each for each in caplog.messages if "handshakes per second" in each]
+        lines = [message for message in caplog.messages if "handshakes per second" in message]
         assert lines == [
             (
                 "tls.handshake_failed peer=127.0.0.1 error=this host begins more than 1 "
@@ -282,7 +282,7 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
         monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", 0.2)
         silent, asking = [await dial_port(port, files) for _ in range(2)]
         sides = port.peer.links
-        assert [each.is_unauthorized for each in sides] == [False, True, True]
+        assert [side.is_unauthorized for side in sides] == [False, True, True]
         error = sides[2].denial(Heartbeat(1, 0, 3))
         assert isinstance(error, PermissionDenied)
         asking.send(Heartbeat(1, 0, 3))
@@ -370,7 +370,7 @@ async def test_variants_of_a_protocol_error_are_logged_once(caplog):
         writer.write(data)
         await reader.read()
         writer.close()
-    lines = [each for each in caplog.messages if each.startswith("net.protocol_error")]
+    lines = [message for message in caplog.messages if message.startswith("net.protocol_error")]
     assert len(lines) == 2
     await listener.close()
 

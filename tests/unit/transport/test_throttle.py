@@ -56,9 +56,9 @@ class Connection:
         return id(message) in self.rejected
 
     def _take(self, messages):
-        for each in messages:
-            error = self.rejected.get(id(each))
-            self.passed.append((each, error and error.retry_after_ms, self.loop.time()))
+        for message in messages:
+            error = self.rejected.get(id(message))
+            self.passed.append((message, error and error.retry_after_ms, self.loop.time()))
 
     @property
     def sequences(self):

@@ -30,7 +30,7 @@ def logged(caplog, monkeypatch):
     """The lines of the log so far; nothing was logged before."""
     monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     caplog.set_level(logging.INFO)
-    return lambda: "\n".join(each.getMessage() for each in caplog.records)
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
 
 
 def listen_context(files, **settings):
@@ -614,7 +614,7 @@ def can_select(group):
 
 def hello_of_tls_1_3(groups):
     """A ClientHello with a key share of each group."""
-    shares = b"".join(struct.pack(">HH", each, 1) + b"k" for each in groups)
+    shares = b"".join(struct.pack(">HH", group, 1) + b"k" for group in groups)
     versions = struct.pack(">HHB", 43, 3, 2) + b"\3\4"
     extensions = versions + struct.pack(">3H", 51, 2 + len(shares), len(shares)) + shares
     body = struct.pack(">H", 0x0303) + bytes(32) + b"\0" + struct.pack(">2H", 2, 0x1301) + b"\1\0"

@@ -91,18 +91,18 @@ def test_a_permission_by_field_covers_every_value_of_the_field(message):
 
 
 def test_each_protocol_has_one_message_with_a_credential():
-    found = [each.protocol for each in MESSAGES if each.requires is CREDENTIAL]
+    found = [message.protocol for message in MESSAGES if message.requires is CREDENTIAL]
     assert found == list(PROTOCOLS)
 
 
 def test_requests_scoped_to_a_partition_have_a_partition():
     names = {"req_id", "partition_id", "partitions"}
     unknown = [
-        each.__name__
-        for each in MESSAGES
-        if each.requires not in (ANSWER, CREDENTIAL)
-        and any(requirement.scope is Scope.NAMED for requirement in requirements(each))
-        and not names & {field.name for field in dataclasses.fields(each)}
+        message.__name__
+        for message in MESSAGES
+        if message.requires not in (ANSWER, CREDENTIAL)
+        and any(requirement.scope is Scope.NAMED for requirement in requirements(message))
+        and not names & {field.name for field in dataclasses.fields(message)}
     ]
     assert not unknown
 

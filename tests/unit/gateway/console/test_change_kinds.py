@@ -36,9 +36,9 @@ EACH_KIND = pytest.mark.parametrize("kind", CHANGE_KINDS.values(), ids=list(CHAN
 
 def sample_arguments(kind, *, has_options=True):
     return {
-        each.name: VALUE_OF_KIND[each.kind]
-        for each in kind.parameters
-        if each.is_required or has_options
+        parameter.name: VALUE_OF_KIND[parameter.kind]
+        for parameter in kind.parameters
+        if parameter.is_required or has_options
     }
 
 
@@ -159,7 +159,7 @@ def commands_of_findings():
     lost.cluster(cluster_key=str(UUID(int=7)), name="pay")
     lost.partition(metadata=PartitionMetadata())
     composed = [each.facts for each in (moving, adding, spreading, quoted, not_open, lost)]
-    return commands + [found.command for facts in composed for found in diagnose(facts)]
+    return commands + [finding.command for facts in composed for finding in diagnose(facts)]
 
 
 COMMANDS = sorted(set(commands_of_findings()))
@@ -173,7 +173,9 @@ def test_the_change_of_a_finding_has_the_arguments_of_its_command(command):
     kind = CHANGE_KINDS[change["name"]]
     empty = [name for name, value in change["arguments"].items() if not value]
     filled = change["arguments"] | {
-        each.name: VALUE_OF_KIND[each.kind] for each in kind.parameters if each.name in empty
+        parameter.name: VALUE_OF_KIND[parameter.kind]
+        for parameter in kind.parameters
+        if parameter.name in empty
     }
     _, arguments = parse_change({"name": kind.name, "arguments": filled})
     keywords = kind.keyword_arguments(arguments)
@@ -183,8 +185,8 @@ def test_the_change_of_a_finding_has_the_arguments_of_its_command(command):
             filled[name] if word == "ADMIN_PORT" else word for word in arguments_of_command
         ]
     given = parse_command(arguments_of_command)
-    for each in kind.parameters:
-        assert each.name in empty or given[each.keyword] == keywords[each.keyword]
+    for parameter in kind.parameters:
+        assert parameter.name in empty or given[parameter.keyword] == keywords[parameter.keyword]
 
 
 def test_the_findings_have_changes_of_several_kinds():

@@ -434,10 +434,10 @@ def test_transactions_of_a_partition_are_shown():
             assert (await client.append(*rows)).status == 200
         partition = "/v1/console/partitions/1"
         _, page = await get_json(gateway, f"{partition}/transactions?first=1&count=1")
-        assert [each["transaction_id"] for each in page["transactions"]] == [1]
+        assert [transaction["transaction_id"] for transaction in page["transactions"]] == [1]
         assert (page["next"], page["high_water_mark"]) == (2, 2)
         _, newest = await get_json(gateway, f"{partition}/transactions?count=2")
-        assert [each["transaction_id"] for each in newest["transactions"]] == [1, 2]
+        assert [transaction["transaction_id"] for transaction in newest["transactions"]] == [1, 2]
         assert newest["previous"] == 0
         _, found = await get_json(gateway, f"{partition}/first-at?time_ms=0")
         assert found == {"transaction_id": 0, "high_water_mark": 2}
