@@ -150,7 +150,7 @@ class _ArchiveRun:
                 rates.append((added_count / with_s, plain_added / without_s))
         ratios = [archive_rate / plain_rate for archive_rate, plain_rate in rates]
         self._figures["of_without"] = round(statistics.median(ratios), 3)
-        self._figures["of_without_each"] = [round(each, 3) for each in ratios]
+        self._figures["of_without_each"] = [round(ratio, 3) for ratio in ratios]
         print_error(f"rate of appends with archiving / without: {self._figures['of_without']}")
 
     async def fill(self) -> None:
@@ -167,7 +167,7 @@ class _ArchiveRun:
         self._stop_watching.set()
         self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
         archive_bytes = sum(
-            each.stat().st_size for each in (self._directory / "archive").rglob("*.parquet")
+            path.stat().st_size for path in (self._directory / "archive").rglob("*.parquet")
         )
         self._figures["archive_mib"] = round(archive_bytes / MIB)
 
@@ -211,7 +211,7 @@ class _ArchiveRun:
 
     def _sizes(self) -> list[int]:
         return [
-            _size_of(each) for each in self._cluster.directory.glob("storage-*") if each.is_dir()
+            _size_of(path) for path in self._cluster.directory.glob("storage-*") if path.is_dir()
         ]
 
     # ---- reads
@@ -335,9 +335,9 @@ def _time_read(df: DataFrame) -> float:
 
 def _size_of(directory: Path) -> int:
     size_bytes = 0
-    for each in directory.rglob("*"):
+    for path in directory.rglob("*"):
         try:
-            size_bytes += each.stat().st_blocks * 512
+            size_bytes += path.stat().st_blocks * 512
         except FileNotFoundError:
             continue
     return size_bytes

@@ -161,7 +161,7 @@ class _FailoverRun:
         """Return the name of the member, such as server-1, that owns a partition."""
         view = await self._coordinator.read_servers()
         port = view.servers[view.owners[PartitionId(partition)].server_id].port
-        return next(each.name for each in self.cluster.members if each.port == port)
+        return next(member.name for member in self.cluster.members if member.port == port)
 
     async def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a member; if the signal terminates the process, wait for its exit."""
@@ -260,7 +260,7 @@ async def _resume(run: _FailoverRun, name: str) -> None:
 
 async def _restart_all(run: _FailoverRun) -> None:
     """Restart all servers and all storages, one at a time."""
-    names = [each.name for each in run.cluster.members if each.kind in ("server", "storage")]
+    names = [member.name for member in run.cluster.members if member.kind in ("server", "storage")]
     for name in sorted(names):
         kind = name.split("-")[0]
         await run.step(f"{kind}-term", lambda name=name: run.signal(name, signal.SIGTERM))  # type: ignore[misc]

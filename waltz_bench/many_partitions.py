@@ -107,7 +107,7 @@ class _ManyPartitionsRun:
 
         Returns the time in seconds.
         """
-        names = [each.name for each in self.cluster.members if each.kind != "zookeeper"]
+        names = [member.name for member in self.cluster.members if member.kind != "zookeeper"]
         for name in names:
             self.cluster.kill(name)
         print_error(f"{event}: {self.cluster.partition_count} partitions")
@@ -135,7 +135,9 @@ class _ManyPartitionsRun:
             name: cpu_s / elapsed_s
             for name, cpu_s in _difference(self._cpu_seconds(), before).items()
         }
-        self.figures["idle_cpu_share"] = {name: _round(each) for name, each in cpu_shares.items()}
+        self.figures["idle_cpu_share"] = {
+            name: _round(cpu_share) for name, cpu_share in cpu_shares.items()
+        }
         processes = self.cluster.processes()
         self.figures["memory_mib"] = {
             name: process.memory_info().rss // MIB for name, process in processes.items()
@@ -228,7 +230,7 @@ class _ManyPartitionsRun:
         cpu_times = {
             name: process.cpu_times() for name, process in self.cluster.processes().items()
         }
-        return {name: each.user + each.system for name, each in cpu_times.items()}
+        return {name: cpu_time.user + cpu_time.system for name, cpu_time in cpu_times.items()}
 
 
 def _difference(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:

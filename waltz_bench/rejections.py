@@ -121,7 +121,7 @@ class _RejectionRun:
     async def _owner(self) -> str:
         view = await self._coordinator.read_servers()
         port = view.servers[view.owners[PartitionId(PARTITION)].server_id].port
-        return next(each.name for each in self._cluster.members if each.port == port)
+        return next(member.name for member in self._cluster.members if member.port == port)
 
     async def wait_until_complete(self) -> None:
         """Wait until all servers are registered and own their partitions."""
@@ -137,7 +137,7 @@ class _RejectionRun:
         )
 
     def _empty_lock_files(self) -> None:
-        storages = [each.name for each in self._cluster.members if each.kind == "storage"]
+        storages = [member.name for member in self._cluster.members if member.kind == "storage"]
         lock_files: list[Path] = []
         for name in storages:
             lock_files += (self._cluster.directory / name / str(PARTITION)).glob("waltz-x.lck*")

@@ -63,7 +63,7 @@ class ScenarioRunner:
         )
         if found is None:
             raise BadFormat(f"scenario: expected it to begin with replicas, found {opening!r}")
-        replicas, spare, servers = ((each or "").split() for each in found.groups())
+        replicas, spare, servers = ((group or "").split() for group in found.groups())
         setup = Setup(
             replicas=len(replicas),
             spare_storages=len(spare),
@@ -277,7 +277,7 @@ class ScenarioRunner:
     def corrupt_record(self, name: str, transaction_id: str) -> None:
         """Flip a bit in the data of one transaction on the disk of a storage."""
         disk = self._storage(name).disk
-        path = min(each for each in disk.files() if each.suffix == ".seg")
+        path = min(file for file in disk.files() if file.suffix == ".seg")
         content, offset = disk.visible_content(path), SEGMENT_HEADER_BYTES
         for _ in range(int(transaction_id)):
             offset += RECORD_PREFIX.size + 4 + RECORD_PREFIX.unpack_from(content, offset)[3]
@@ -346,8 +346,8 @@ class ScenarioRunner:
 
     def _send_as_outsider(self, name: str, request: StorageMessage) -> None:
         def on_answer(answers: PeerAnswers) -> None:
-            for each in answers:
-                what = each.message if isinstance(each, Nack) else "promised"
+            for answer in answers:
+                what = answer.message if isinstance(answer, Nack) else "promised"
                 self.recorder.add_milestone(f"{name} to an outsider: {what}")
 
         SimPeer(self.cluster, "outsider").request(self._storage(name), [request], on_answer)

@@ -143,7 +143,7 @@ class Schedule:
             "format": FORMAT,
             "seed": self.seed,
             "setup": dataclasses.asdict(self.setup),
-            "faults": [[each.at_us, each.kind, each.chance] for each in self.faults],
+            "faults": [[fault.at_us, fault.kind, fault.chance] for fault in self.faults],
         }
         return json.dumps(shown, indent=1)
 

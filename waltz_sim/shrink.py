@@ -123,7 +123,10 @@ class _Search:
             return
         group_count = 2
         while len(self._faults) > 1 and not self._is_over():
-            if any(self._try_candidate(each) for each in _without_groups(self.best, group_count)):
+            if any(
+                self._try_candidate(candidate)
+                for candidate in _without_groups(self.best, group_count)
+            ):
                 group_count = max(2, group_count - 1)
             elif group_count >= len(self._faults):
                 return

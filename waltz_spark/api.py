@@ -168,7 +168,7 @@ def append(
 
 
 def _check_not_set(name: str, options: Mapping[str, object], reason: str) -> None:
-    if name.lower() in {each.lower() for each in options}:
+    if name.lower() in {option.lower() for option in options}:
         raise BadConfig(f"option {name!r} is not allowed, because {reason}. Hint: omit the option.")
 
 

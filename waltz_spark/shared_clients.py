@@ -112,7 +112,7 @@ def query_replica_sets(
         sources = client.replica_sets(
             choose(client.partition_count), linearizable=linearizable, group=group
         )
-        if any(each.cluster_key != client.cluster().key for each in sources.values()):
+        if any(source.cluster_key != client.cluster().key for source in sources.values()):
             raise ClusterKeyMismatch(
                 f"the servers of {connect} belong to another cluster than before"
             )

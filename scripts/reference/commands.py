@@ -80,7 +80,7 @@ def _row(names: str, text: str) -> tuple[str, str, str]:
 
 
 def _lines(commands: Sequence[str]) -> str:
-    return "\n".join(["```", *(f"{PROGRAM_NAME} {each}" for each in commands), "```"])
+    return "\n".join(["```", *(f"{PROGRAM_NAME} {command}" for command in commands), "```"])
 
 
 def _markdown_text(text: str | None) -> str:

@@ -18,7 +18,7 @@ COLUMNS = ("error", "code", "retriable", "what has happened", "what to do")
 
 
 def _table(group: type[WaltzError]) -> str:
-    return table(COLUMNS, [_row(each) for each in _class_and_subclasses(group)])
+    return table(COLUMNS, [_row(subclass) for subclass in _class_and_subclasses(group)])
 
 
 def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:

@@ -93,7 +93,7 @@ class Description(NamedTuple):
 
 def tables() -> dict[str, str]:
     """Return a table for each component."""
-    return {each.title: _table(each) for each in COMPONENTS}
+    return {component.title: _table(component) for component in COMPONENTS}
 
 
 def _table(component: Component) -> str:
@@ -182,13 +182,13 @@ def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
             inside.add(report_name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _called_name(node) in reporters and node not in inside:
-            keywords = [each.arg for each in node.keywords if each.arg]
+            keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
             yield node, reporters[_called_name(node)] + _pair_names(node) + keywords
 
 
 def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
     """Return the call `Report(name, ...)` of a reporter."""
-    if "name" not in (each.arg for each in function.args.args):
+    if "name" not in (arg.arg for arg in function.args.args):
         return None
     for node in ast.walk(function):
         match node:

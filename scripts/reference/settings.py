@@ -36,13 +36,13 @@ def tables() -> dict[str, str]:
 def _table(settings: Iterable[Field[Any]], users: Sequence[type[Config]]) -> str:
     rows = [
         (
-            code(each.name),
-            _type(each),
-            _default(each, users),
-            _bounds(each),
-            cell(each.metadata["doc"]),
+            code(setting.name),
+            _type(setting),
+            _default(setting, users),
+            _bounds(setting),
+            cell(setting.metadata["doc"]),
         )
-        for each in settings
+        for setting in settings
     ]
     return table(("setting", "type", "default", "bounds", "meaning"), rows)
 

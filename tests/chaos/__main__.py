@@ -118,7 +118,7 @@ def _repeat_command(outcome: RoundOutcome, arguments: argparse.Namespace) -> str
 
 
 def _print_outcome(outcome: RoundOutcome, repeat_command: str, directory: Path) -> None:
-    for effect, count in outcome.skipped.items():
+    for effect, count in outcome.skipped_faults.items():
         print_line(f"  left out: {count} x {effect}")
     counts = outcome.counts
     print_line(
@@ -146,11 +146,11 @@ def _print_outcome(outcome: RoundOutcome, repeat_command: str, directory: Path) 
 def format_report(outcomes: list[RoundOutcome], arguments: argparse.Namespace) -> str:
     """Return the faults, outcomes and findings of all rounds as Markdown."""
     faults: Counter[str] = Counter()
-    skipped: Counter[str] = Counter()
+    skipped_faults: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for outcome in outcomes:
         faults.update(outcome.faults)
-        skipped.update(outcome.skipped)
+        skipped_faults.update(outcome.skipped_faults)
         counts.update(outcome.counts)
     wrong = sum(bool(each.wrong) for each in outcomes)
     lines = [
@@ -161,7 +161,7 @@ def format_report(outcomes: list[RoundOutcome], arguments: argparse.Namespace) -
         "| fault | times |",
         "|---|---|",
         *(f"| {kind} | {count} |" for kind, count in sorted(faults.items())),
-        *(f"| left out: {kind} | {count} |" for kind, count in sorted(skipped.items())),
+        *(f"| left out: {kind} | {count} |" for kind, count in sorted(skipped_faults.items())),
         "",
         "| transactions | |",
         "|---|---|",

@@ -80,7 +80,7 @@ def delay_packets(device: int, commands: int) -> None:
     rng = random.Random(0)
     links: dict[bytes, SlowLink] = {}
     queued_packets: list[tuple[float, int, bytes]] = []
-    numbers = itertools.count()
+    packet_numbers = itertools.count()
     while True:
         timeout = max(0.0, queued_packets[0][0] - time.monotonic()) if queued_packets else None
         ready, _, _ = select.select([device, commands], [], [], timeout)
@@ -95,7 +95,7 @@ def delay_packets(device: int, commands: int) -> None:
             link = links.get(packet[ADDRESS_BYTES])
             at_s = now_s if link is None else link.departure_s(len(packet), now_s)
             if at_s is not None:
-                heapq.heappush(queued_packets, (at_s, next(numbers), packet))
+                heapq.heappush(queued_packets, (at_s, next(packet_numbers), packet))
         while queued_packets and queued_packets[0][0] <= now_s:
             os.write(device, heapq.heappop(queued_packets)[2])
 
@@ -105,9 +105,9 @@ def _parse_links(
 ) -> dict[bytes, SlowLink]:
     """Return the slow links in a line of input; an unchanged link keeps its queue."""
     links = {}
-    for source, target, *numbers in json.loads(command):
+    for source, target, *settings_values in json.loads(command):
         key = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
-        settings = LinkSettings(*numbers)
+        settings = LinkSettings(*settings_values)
         link = known_links.get(key)
         links[key] = (
             link if link is not None and link.settings == settings else SlowLink(settings, rng)

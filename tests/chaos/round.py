@@ -63,7 +63,7 @@ class RoundOutcome:
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped_faults: Counter[str] = field(default_factory=Counter)
     zookeeper_s: float = 0.0
     recovered_s: float = 0.0
     engaged_s: float = 0.0
@@ -247,7 +247,7 @@ class Round:
         moments: list[tuple[float, int, Fault, bool]] = []
         for number, fault in enumerate(self._schedule.faults):
             if why := self._skip_reason(fault):
-                self.outcome.skipped[f"{fault.kind}: {why}"] += 1
+                self.outcome.skipped_faults[f"{fault.kind}: {why}"] += 1
                 continue
             moments.append((fault.at_s, number, fault, True))
             moments.append((fault.at_s + fault.for_s, number, fault, False))

@@ -154,12 +154,12 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
 
 def unknown_replicas(scenario: Scenario, member: Member) -> set[str]:
     """Return the servers' lines about a storage that is not trusted."""
-    of_member = f"127.0.0.1:{member.port}"
+    address = f"127.0.0.1:{member.port}"
     lines: set[str] = set()
     for server in ("server-1", "server-2"):
         text = scenario.cluster.log_path(server).read_text(encoding="utf-8")
         lines |= {
-            line for line in text.splitlines() if "replica.untrusted" in line and of_member in line
+            line for line in text.splitlines() if "replica.untrusted" in line and address in line
         }
     return lines
 

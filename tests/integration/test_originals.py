@@ -35,8 +35,8 @@ def captured(name: str, number: int = 0) -> bytes:
     return bytes.fromhex(found[number])
 
 
-async def frame(wire: Wire) -> bytes:
-    """Return the next frame as it is."""
+async def next_frame(wire: Wire) -> bytes:
+    """Return the bytes of the next frame."""
     async with asyncio.timeout(TEST_TIMEOUT_S):
         kind, req, body = await wire.receive()
     return (
@@ -120,7 +120,7 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
 
             async def logged(question: str, expected: str) -> None:
                 wire.send_bytes(captured(question))
-                assert await frame(wire) == captured(expected), expected
+                assert await next_frame(wire) == captured(expected), expected
 
             await logged("MOUNT_REQUEST", "MOUNT_RESPONSE")
             wire.send_bytes(captured("FEED_REQUEST"))
@@ -131,7 +131,7 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             for sequence in (3, 4):
                 send_append(wire, Req(1, 1, 0, sequence), b"x", mark=0, write=[5])
             assert await receive_feed(wire) == 1
-            assert await frame(wire) == captured("LOCK_FAILURE")
+            assert await next_frame(wire) == captured("LOCK_FAILURE")
             for sequence in range(11, 18):
                 send_append(wire, Req(1, 1, 0, sequence), b"y")
                 await receive_feed(wire)
@@ -161,7 +161,7 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             for sequence in range(2, 104):
                 send_append(wire, Req(1, 1, 2, sequence), b"")
             assert [await receive_feed(wire) for _ in range(100)] == list(range(100))
-            assert await frame(wire) == captured("FEED_SUSPENDED")
+            assert await next_frame(wire) == captured("FEED_SUSPENDED")
 
     run(main())
 

@@ -142,7 +142,7 @@ class DisasterRecovery:
         members = dict.fromkeys([*self._cluster.replicas, *held])
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
-        answering_links = {each: self._send(each, [prepare]) for each in members}
+        answering_links = {member: self._send(member, [prepare]) for member in members}
         self._received = {}
         for replica, answering in answering_links.items():
             answers = await answering

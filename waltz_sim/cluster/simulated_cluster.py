@@ -120,7 +120,7 @@ class SimCluster:
 
     def server_named(self, name: str | None) -> SimServer | None:
         """Return the server with a name; None if there is none."""
-        return next((each for each in self.servers if each.name == name), None)
+        return next((server for server in self.servers if server.name == name), None)
 
     @property
     def owner(self) -> SimServer | None:
@@ -150,8 +150,8 @@ class SimCluster:
 
     def close(self) -> None:
         """Close event loops now, so that the garbage collector does not do it at a random time."""
-        for each in self.context_clients:
-            each.loop.close()
+        for context_client in self.context_clients:
+            context_client.loop.close()
 
     def start_client(self, client: SimClient) -> None:
         """Start a client again, and its workload."""
@@ -234,9 +234,9 @@ class SimCluster:
         ):
             return False
         return not any(
-            each.replica == storage.replica
-            and each.stage in {ReplicaStage.READY, ReplicaStage.ENGAGED}
-            for each in session.replicas.values()
+            replica.replica == storage.replica
+            and replica.stage in {ReplicaStage.READY, ReplicaStage.ENGAGED}
+            for replica in session.replicas.values()
         )
 
     def _checkpoint(self) -> None:
@@ -339,7 +339,7 @@ class SimCluster:
 
     def is_repaired(self) -> bool:
         """Whether the partition is whole, and no replica is suspect or damaged."""
-        logs = [self.storages[each].log for each in self.replicas]
+        logs = [self.storages[replica].log for replica in self.replicas]
         return self.has_all_engaged() and all(
             log is not None and not log.damaged and not log.suspect for log in logs
         )
@@ -351,7 +351,10 @@ class SimCluster:
         if owner is not None and owner.store is not None:
             session = owner.store.store.session
             if session is not None:
-                stages = [f"{each.replica}:{each.stage.name}" for each in session.replicas.values()]
+                stages = [
+                    f"{replica.replica}:{replica.stage.name}"
+                    for replica in session.replicas.values()
+                ]
         damaged = {
             name: (storage.log.suspect, storage.log.damaged)
             for name, storage in self.storages.items()

@@ -335,7 +335,7 @@ class SimStorage(Process):
     def is_scrubbing(self) -> bool:
         """Whether a requested scrub pass is still running."""
         states = () if self.service is None else self.service.scrub_states(self.now_ms)
-        return any(each.is_requested for each in states)
+        return any(state.is_requested for state in states)
 
     # ---- links
 
@@ -445,7 +445,7 @@ class SimStorage(Process):
             self.lose_power()
             return
         if self.disk.on_full is not None and any(
-            isinstance(each, NoSpace) for each in result.outcomes
+            isinstance(outcome, NoSpace) for outcome in result.outcomes
         ):
             self.disk.on_full()  # A storage that watches its space rejects a write before it fails.
         self._checks.on_work_done(self, work, result, before)

@@ -126,7 +126,11 @@ def _repair_objects(cluster: SimCluster, tries_left: int) -> None:
     If no storage has the records, the files are at last restored from a copy of the archive.
     """
     archive = cluster.archive
-    damaged = [each for each in _listed_objects(cluster) if archive.is_damaged(each)]
+    damaged = [
+        listed_object
+        for listed_object in _listed_objects(cluster)
+        if archive.is_damaged(listed_object)
+    ]
     if cluster.is_recovering or not damaged:
         return
     if not tries_left:
@@ -151,7 +155,7 @@ def _request(
     cluster: SimCluster, client_number: int, make_request: "Callable[[ReqId], ClientMessage]"
 ) -> None:
     """Send the request of a command on the connection of any client."""
-    connected = [each for each in cluster.clients if each.is_up]
+    connected = [client for client in cluster.clients if client.is_up]
     if connected:
         connected[client_number % len(connected)].request(make_request)
 

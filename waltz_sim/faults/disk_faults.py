@@ -256,7 +256,11 @@ def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
-        stems = (each.stem for each in _damageable_files(storage) if each.suffix == ".seg")
+        stems = (
+            damageable_file.stem
+            for damageable_file in _damageable_files(storage)
+            if damageable_file.suffix == ".seg"
+        )
         newest = max(stems, default="")  # empty if the storage has no segment
         is_old = path.suffix in {".seg", ".idx"} and path.stem != newest
         if not is_old or size % 2:
@@ -350,7 +354,9 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
 
 def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
     """Return the lock blocks of another log, whose transactions have no locks."""
-    ends = [LogEnd(TransactionId(each), Chain(rng.randbytes(16))) for each in range(-1, last + 1)]
+    ends = [
+        LogEnd(TransactionId(number), Chain(rng.randbytes(16))) for number in range(-1, last + 1)
+    ]
     return b"".join(encode(end.last, end, before.chain, b"") for before, end in pairwise(ends))
 
 
@@ -427,7 +433,7 @@ def _damage_file(
     if storage.disk.is_lying or not files:
         return False
     path = rng.choice(files)
-    segments = [each.stem for each in storage.disk.files() if each.suffix == ".seg"]
+    segments = [file.stem for file in storage.disk.files() if file.suffix == ".seg"]
     is_silent = is_plausible or path.stem == max(segments, default="")
     if not cluster.budget.may_lose_data(storage, is_silent=is_silent):
         return False

@@ -282,7 +282,7 @@ def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
     held = {} if coordinator.metadata is None else coordinator.metadata.states
     if set(held) != set(now):
         return False  # There is only one change at a time.
-    spare = [each for each in cluster.storages if each not in now]
+    spare = [storage for storage in cluster.storages if storage not in now]
     roll = rng.random()
     if roll < 0.4 and len(now) > 2:
         now.remove(rng.choice(now))
@@ -326,7 +326,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
     if set(held) != set(replicas) or len(replicas) < 2 or cluster.swapped_disks:
         return False
     rng.shuffle(replicas)
-    accepted, behind, *others = (cluster.storages[each] for each in replicas)
+    accepted, behind, *others = (cluster.storages[replica] for replica in replicas)
     at_ms = rng.randrange(50, 300)
     if others and rng.random() < 0.6 and accepted.is_up and not accepted.disk.has_fault:
         accepted.disk.is_lying = True

@@ -199,7 +199,7 @@ class History:
 
     def _chain_within_batch(self, last: int) -> Chain:
         """Return the chain at an ID in the middle of a batch of the log."""
-        end = min(each for each in self.chains if each > last)
+        end = min(batch_end for batch_end in self.chains if batch_end > last)
         return self.nodes[self.chains[end]].cut_to(last).chain
 
     def _append_batch(self, node: BatchNode) -> None:

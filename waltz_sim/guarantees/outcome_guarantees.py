@@ -286,4 +286,4 @@ class OutcomeGuarantees:
     def have_all_feeds_ended(self) -> bool:
         """25. Converged: whether every client that follows the feed has reached the log's end."""
         last = self._state.history.last
-        return all(each.fed_last == last for each in self.followers.values())
+        return all(follower.fed_last == last for follower in self.followers.values())

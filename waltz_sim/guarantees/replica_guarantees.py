@@ -425,13 +425,13 @@ def first_id_on_disk(storage: "SimStorage") -> int:
     return int(segments_of(storage)[0].stem)
 
 
-def data_of_records(content: bytes, at: int) -> Iterator[bytes]:
-    """Yield the application's data in each record from the offset `at` on."""
-    while at < len(content):
-        size = RECORD_PREFIX.unpack_from(content, at)[3]
-        data_at = at + RECORD_PREFIX.size
-        yield content[data_at : data_at + size]
-        at = data_at + size + 4
+def data_of_records(content: bytes, offset: int) -> Iterator[bytes]:
+    """Yield the application's data in each record from an offset on."""
+    while offset < len(content):
+        size = RECORD_PREFIX.unpack_from(content, offset)[3]
+        data_offset = offset + RECORD_PREFIX.size
+        yield content[data_offset : data_offset + size]
+        offset = data_offset + size + 4
 
 
 @lru_cache(maxsize=4_096)

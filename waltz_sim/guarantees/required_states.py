@@ -72,4 +72,4 @@ STATES_OF_REPORTS: Final[Mapping[str, str]] = {
 
 def missing_states(counts: Mapping[str, int]) -> list[str]:
     """Return the required states that no run has reached, in the order of `REQUIRED_STATES`."""
-    return [each for each in REQUIRED_STATES if not counts.get(each)]
+    return [required_state for required_state in REQUIRED_STATES if not counts.get(required_state)]

@@ -328,7 +328,7 @@ class SessionGuarantees:
     def _check_own_append(self, server: "SimServer", replica: str, message: AppendRaw) -> None:
         """7. GateCAS2, and 2.1 I: check that live appends are sent only to engaged replicas."""
         session = SessionId(message.session_id)
-        lasts = [each.last for each in message.lineage if each.session_id == session]
+        lasts = [entry.last for entry in message.lineage if entry.session_id == session]
         if not lasts:
             return
         if session not in self.opened:

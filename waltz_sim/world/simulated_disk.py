@@ -340,7 +340,7 @@ class SimDisk:
     def free_bytes(self, directory: Path) -> int:
         """Return the free space of the disk in bytes."""
         self.check_power()
-        used = sum(len(inode.visible) for inode in self._names.values())
+        used = sum(len(linked.visible) for linked in self._names.values())
         return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
 
     def size_bytes(self, directory: Path) -> int:
@@ -545,7 +545,7 @@ class SimDisk:
         growth = size - len(inode.visible)
         if self.capacity_bytes is None or growth <= 0:
             return 0
-        used = sum(len(each.visible) for each in self._names.values())
+        used = sum(len(linked.visible) for linked in self._names.values())
         return self.capacity_bytes - used - growth
 
 

@@ -212,7 +212,7 @@ class ChangeFeed:
         names = [part.name for part in self._fields]
         columns = [transactions.payload_columns[names.index(name)] for name in self._rules.key]
         keys = pack_rows(columns, self._rules.key, "msgpack").to_pylist()
-        return [blake2b(each, digest_size=KEY_DIGEST_BYTES).digest() for each in keys]
+        return [blake2b(key, digest_size=KEY_DIGEST_BYTES).digest() for key in keys]
 
     def _raise_not_a_change(
         self, transactions: _Transactions, row: int, *, is_delete: bool

@@ -150,7 +150,7 @@ class BatchConverter:
 
 def _decode_text(data: pa.Array) -> pa.Array:
     """Decode binary values as UTF-8, with a replacement character for each invalid byte."""
-    texts = [None if each is None else each.decode(errors="replace") for each in data.to_pylist()]
+    texts = [None if row is None else row.decode(errors="replace") for row in data.to_pylist()]
     return pa.array(texts, pa.string())
 
 

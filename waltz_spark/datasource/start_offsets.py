@@ -101,9 +101,11 @@ def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, i
     is_earliest = options.starting_marks == "earliest" and options.starting_time_ms is None
     is_given = not isinstance(options.ending_marks, str)
     if is_earliest and is_given and not options.transaction_ids:
-        last_requested = {each: end for each, end in end_marks.items() if end > BEFORE_FIRST}
+        last_requested = {
+            partition: end for partition, end in end_marks.items() if end > BEFORE_FIRST
+        }
         _check_not_expired(options, last_requested, first_ids, "option 'endingHighWaterMarks' ends")
-    return {each: max(end, first_ids[each] - 1) for each, end in end_marks.items()}
+    return {partition: max(end, first_ids[partition] - 1) for partition, end in end_marks.items()}
 
 
 def high_water_marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
@@ -127,9 +129,12 @@ def raise_to_first_available(
             ID.
     """
     _check_not_expired(
-        options, {each: start + 1 for each, start in starts.items()}, first_ids, f"{origin} begins"
+        options,
+        {partition: start + 1 for partition, start in starts.items()},
+        first_ids,
+        f"{origin} begins",
     )
-    return {each: max(start, first_ids[each] - 1) for each, start in starts.items()}
+    return {partition: max(start, first_ids[partition] - 1) for partition, start in starts.items()}
 
 
 def _check_not_expired(

@@ -114,7 +114,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begin, cluster = self._decode_offset(start)
         marks = self._current_marks(begin)
         is_other_log = not self._is_same_log(StreamOffset(begin, cluster))
-        recreated = [each for each, mark in begin.items() if is_other_log or mark > marks[each]]
+        recreated = [
+            partition
+            for partition, mark in begin.items()
+            if is_other_log or mark > marks[partition]
+        ]
         if recreated:
             restart_marks = self._restart_marks(recreated, StreamOffset(begin, cluster), marks)
             return encode_offset({**begin, **restart_marks}, self._cluster_key)
@@ -124,8 +128,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ends = marks
         if self._final_marks is not None:
             # A target from another log would never be reached.
-            ends = {each: min(mark, marks[each]) for each, mark in self._final_marks.items()}
-            ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
+            ends = {
+                partition: min(mark, marks[partition])
+                for partition, mark in self._final_marks.items()
+            }
+            ends = {partition: max(mark, begin[partition]) for partition, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
             ends = divide_by_lag(begin, ends, limit.max_rows)
         return encode_offset(ends, self._cluster_key)
@@ -206,7 +213,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _confirm_marks(self, previous_marks: Marks) -> None:
         """Request confirmed marks if a cached mark is below a known one (rules 2 and 3)."""
-        if any(mark < previous_marks.get(each, mark) for each, mark in self._cached_marks.items()):
+        if any(
+            mark < previous_marks.get(partition, mark)
+            for partition, mark in self._cached_marks.items()
+        ):
             self._cached_marks = self._request_marks(linearizable=True)
 
     def _request_marks(self, *, linearizable: bool) -> Marks:
@@ -313,4 +323,6 @@ class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 def _partitions_with_earlier_end(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
     """Return the partitions whose log ends before the given end."""
-    return [each for each, end in ends.items() if end > sources[each].high_water_mark]
+    return [
+        partition for partition, end in ends.items() if end > sources[partition].high_water_mark
+    ]

@@ -110,8 +110,10 @@ class _Queries:
         """Return the counts of written rows, by the name of the query."""
         counts_by_name: dict[str, WriteCounts] = {}
         with self._lock:
-            for each in self._queries.values():
-                counts_by_name[each.name] = counts_by_name.get(each.name, NO_ROWS).plus(each.counts)
+            for query in self._queries.values():
+                counts_by_name[query.name] = counts_by_name.get(query.name, NO_ROWS).plus(
+                    query.counts
+                )
         return counts_by_name
 
     def positions(self, cluster: str, key: bytes) -> dict[_LagKey, int]:
@@ -228,8 +230,8 @@ class _Scrape:
             requests = list(self._requests.values())
         until_s = time.monotonic() + REQUEST_S_MAX
         lags: dict[_LagKey, _Lag] = {}
-        for each in requests:
-            lags |= each.wait(max(0.0, until_s - time.monotonic()))
+        for request in requests:
+            lags |= request.wait(max(0.0, until_s - time.monotonic()))
         for key, lag in sorted(lags.items()):
             labels = key._asdict()
             values.add("waltz_spark_lag_transactions", lag.transactions, **labels)

@@ -295,20 +295,20 @@ def _create_log_of_several_tables(
     session: SparkSession, state_reader: LogStateReader, tables: Sequence[_CheckedTable]
 ) -> SharedSparkFollowedLog:
     shared_tables = []
-    for each in tables:
-        if each.declared_columns is None:
+    for table in tables:
+        if table.declared_columns is None:
             raise BadConfig(
-                f"table {each.name}: expected a schema, found none. Hint: with several tables, "
+                f"table {table.name}: expected a schema, found none. Hint: with several tables, "
                 "declare the columns of each."
             )
         shared_tables.append(
             SharedTable(
-                each.name, each.declared_columns, each.rules, each.headers, each.read_options
+                table.name, table.declared_columns, table.rules, table.headers, table.read_options
             )
         )
     options = _without_options(tables[0].read_options, *_PAYLOAD_OPTIONS, "headers")
-    if all(each.headers for each in tables):
-        headers = {header for each in tables for header in each.headers}
+    if all(table.headers for table in tables):
+        headers = {header for table in tables for header in table.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
     return SharedSparkFollowedLog(session, state_reader, shared_tables, options)
 

@@ -336,7 +336,9 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
         at = row["parent_id"]
     has_rows = newest in by_id and by_id[newest]["rows"] != "0"
     # An expired snapshot may have had marks.
-    has_follower = at is not None or any(each.follower is not None for each in other_commits)
+    has_follower = at is not None or any(
+        other_commit.follower is not None for other_commit in other_commits
+    )
     return TableState(None, None, (), has_rows=has_rows or has_follower, rules=rules)
 
 

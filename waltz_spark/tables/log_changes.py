@@ -242,7 +242,9 @@ def with_error_column(rows: StructType, options: Mapping[str, str]) -> StructTyp
 def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
     """Return the declared columns of transactions and the columns of the log."""
     log_fields = [*_POSITION_FIELDS, *([_HEADER_FIELD] if header else [])]
-    return StructType([*schema, *(each for each in log_fields if each.name not in schema.names)])
+    return StructType(
+        [*schema, *(log_field for log_field in log_fields if log_field.name not in schema.names)]
+    )
 
 
 def table_columns(schema: StructType, rules: ChangeRules) -> StructType:

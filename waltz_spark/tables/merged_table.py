@@ -307,7 +307,7 @@ class MergedDeltaTable:
         self, commits: Sequence[DeltaCommit], follower: TableMarks
     ) -> TableState:
         other_marks = [
-            marks for each in commits if (marks := decode_marks(each.metadata)) is not None
+            marks for commit in commits if (marks := decode_marks(commit.metadata)) is not None
         ]
         has_rows = bool(other_marks) or bool(self._read_table().limit(1).collect())
         rules = other_marks[0].rules if other_marks else None

@@ -117,8 +117,8 @@ class SharedSparkFollowedLog:
         tables: Sequence[SharedTable],
         options: dict[str, str],
     ) -> None:
-        for each in tables:
-            each.check()
+        for table in tables:
+            table.check()
         self._session, self._state_reader = session, state_reader
         self._tables, self._options = list(tables), options
         self._parts: DataFrame | None = None
@@ -182,7 +182,8 @@ class SharedRead:
     def schema(self) -> StructType:
         """Return the schema of the rows: a struct column for each table."""
         kinds = (
-            changes_schema(table_columns(each.declared_columns, each.rules)) for each in self.tables
+            changes_schema(table_columns(table.declared_columns, table.rules))
+            for table in self.tables
         )
         return StructType([StructField(f"t{at}", kind) for at, kind in enumerate(kinds)])
 
