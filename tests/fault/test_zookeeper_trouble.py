@@ -374,7 +374,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         assert client.high_water_marks() == {0: 1}
     assert cluster.connect == connect
     assert "engaged" in str(show_cluster(cluster)["partitions"])
-    check_only_its_user_is_let_in(tmp_path, open_connect)
+    check_other_users_are_rejected(tmp_path, open_connect)
     # No process shows the password.
     for member in cluster.members:
         process = member.process()
@@ -382,7 +382,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         assert "a long password" not in " ".join(process.cmdline())
 
 
-def check_only_its_user_is_let_in(tmp_path: Path, connect: str) -> None:
+def check_other_users_are_rejected(tmp_path: Path, connect: str) -> None:
     """Try a client without credentials, with other credentials, and with a missing file."""
     unreachable = error_of("cluster", "show", connect)
     assert "requires authentication for /waltz/local:" in unreachable

@@ -50,7 +50,7 @@ def has_owner(cluster: LocalCluster) -> bool:
     return False
 
 
-def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
+def check_read_error_names_object(cluster: LocalCluster, entry: ObjectEntry) -> None:
     """Check that the error of a read names the object, and that the client does not retry."""
     wait_until("the partition has an owner", lambda: has_owner(cluster))
     with WaltzClient(cluster.connect) as client, pytest.raises(Damaged) as caught:
@@ -59,7 +59,9 @@ def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
     assert "waltz-core archive verify --repair" in str(caught.value)
 
 
-def check_feed_names(cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogCaptureFixture):
+def check_feed_error_names_object(
+    cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogCaptureFixture
+):
     """Check that the owner interrupts a feed, and that the reason names the object."""
     log.clear()
     log.set_level(logging.INFO)
@@ -85,8 +87,8 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
         spoil(tmp_path / "archive" / also_local.name)
         cluster.kill("server-1")  # it has cached the newest transactions
         cluster.start("server-1")
-        check_is_named(cluster, archived_only)
-        check_feed_names(cluster, archived_only, caplog)
+        check_read_error_names_object(cluster, archived_only)
+        check_feed_error_names_object(cluster, archived_only, caplog)
 
         code, problems, messages = verify(cluster, "--repair")
         assert code == 1

@@ -39,7 +39,7 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
     assert executed.remaining_directories == []
 
 
-def expect_what_is_committed(name: str, notebook: Notebook) -> None:
+def expect_committed_outputs(name: str, notebook: Notebook) -> None:
     """Check that deterministic outputs equal the committed outputs.
 
     After an intended change, run the notebook in `make notebook` from the top, and save it.
@@ -49,7 +49,7 @@ def expect_what_is_committed(name: str, notebook: Notebook) -> None:
 
 
 def expect_first_append(notebook: Notebook) -> None:
-    expect_what_is_committed("01_first_append_and_read", notebook)
+    expect_committed_outputs("01_first_append_and_read", notebook)
     assert "5 committed, 0 rejected\n" in notebook.output()
     assert "what was read is what was written: True\n" in notebook.output()
     assert "20,000 committed, 0 rejected\n" in notebook.output()
@@ -67,7 +67,7 @@ def expect_first_append(notebook: Notebook) -> None:
 
 
 def expect_optimistic_locking(notebook: Notebook) -> None:
-    expect_what_is_committed("02_optimistic_locking", notebook)
+    expect_committed_outputs("02_optimistic_locking", notebook)
     counts = {row[""]: (row["North"], row["South"]) for row in notebook.table("result_north = ")}
     assert counts == {"committed": ("6", "1"), "rejected": ("0", "5")}
     conflicts = notebook.table("conflicts = (")
@@ -93,7 +93,7 @@ def expect_optimistic_locking(notebook: Notebook) -> None:
 
 
 def expect_ledger(notebook: Notebook) -> None:
-    expect_what_is_committed("03_ledger", notebook)
+    expect_committed_outputs("03_ledger", notebook)
     batches = notebook.table("SELECT number AS batch")
     assert sum(int(row["transfers"]) for row in batches) == 1_016
     assert max(int(row["transfers"]) for row in batches) == 300
@@ -139,8 +139,8 @@ def expect_measurements(notebook: Notebook) -> None:
     assert 0 < half <= most <= nearly_all
 
 
-def expect_a_right_table(notebook: Notebook) -> None:
-    expect_what_is_committed("06_a_table_that_is_never_wrong", notebook)
+def expect_correct_table(notebook: Notebook) -> None:
+    expect_committed_outputs("06_a_table_that_is_never_wrong", notebook)
     output = notebook.output()
     assert output.count(" ended with -9\n") == 4
     assert "the last follower ended with 0\n" in output
@@ -177,6 +177,6 @@ EXPECTED = {
     "03_ledger": expect_ledger,
     "04_replay_and_time_travel": expect_time_travel,
     "05_measure_your_cluster": expect_measurements,
-    "06_a_table_that_is_never_wrong": expect_a_right_table,
+    "06_a_table_that_is_never_wrong": expect_correct_table,
     "07_time_travel_and_audit": expect_audit,
 }

@@ -126,7 +126,7 @@ def test_without_an_upload_no_uploader_is_killed():
     assert not archive_faults.kill_uploader(world.cluster, FirstChoice())
 
 
-def test_a_file_that_is_written_wrong_is_found_by_its_upload(world):
+def test_an_upload_detects_a_file_that_was_written_wrong(world):
     world.archive.corrupted_share = 1.0
     world.wait_for("archive.failed")
     assert not world.archive.original_files

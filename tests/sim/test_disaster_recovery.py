@@ -22,7 +22,7 @@ def accept(cluster, replica=BEST_REPLICA, *, dies_after=""):
     return ended[0]
 
 
-def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
+def test_a_complete_log_is_accepted_and_copied_to_all_replicas():
     cluster = settled_cluster()
     last = cluster.checks.history.last
     assert accept(cluster).log.last_synced_id == last

@@ -267,7 +267,7 @@ def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     assert process.now_ms - fired_ms == pytest.approx(800, abs=2)
 
 
-def test_a_link_is_cut_while_messages_are_on_their_way():
+def test_a_link_is_cut_while_messages_are_in_flight():
     cluster = cluster_of()
     failed_count = 0
     for seed in range(200):

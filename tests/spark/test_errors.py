@@ -98,7 +98,7 @@ WRONG_WRITES = (
 )
 
 
-def test_wrong_writes_leave_nothing_in_the_log(spark: SparkSession, connect: str) -> None:
+def test_invalid_writes_leave_nothing_in_the_log(spark: SparkSession, connect: str) -> None:
     before = waltz_spark.snapshot(spark, connect).high_water_marks
     for schema, values, options, sentence in WRONG_WRITES:
         table = rows(spark, schema, values)

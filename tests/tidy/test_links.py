@@ -75,7 +75,7 @@ def anchors_of(page: str) -> frozenset[str]:
     return frozenset(anchors)
 
 
-def leads_somewhere(page: str, link: str) -> bool:
+def has_target(page: str, link: str) -> bool:
     """Return whether a link of a page is a well-formed URL, or has a file and a section."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
@@ -93,7 +93,7 @@ def test_every_link_leads_to_an_existing_target() -> None:
     links = [(page, link) for page in pages for link in links_of(page)]
     assert any(page.endswith(".ipynb") for page, _ in links)
     fail_if_any(
-        [f"{page}: {link}" for page, link in links if not leads_somewhere(page, link)],
+        [f"{page}: {link}" for page, link in links if not has_target(page, link)],
         "a link without a target",
     )
 
@@ -112,4 +112,4 @@ def test_every_link_leads_to_an_existing_target() -> None:
     ],
 )
 def test_a_broken_link_is_found(link: str) -> None:
-    assert not leads_somewhere("README.md", link)
+    assert not has_target("README.md", link)

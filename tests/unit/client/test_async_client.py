@@ -714,7 +714,7 @@ async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
 
 
 @run_on_virtual_loop
-async def test_a_feed_from_the_end_waits_for_a_server_that_knows_the_end():
+async def test_a_feed_from_the_end_waits_for_a_server_that_reports_the_end():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
         callbacks = BlockingCallbacks(mark=LATEST)

@@ -297,7 +297,7 @@ def test_a_range_of_the_feed_becomes_frames(version: int) -> None:
     )
 
 
-def test_other_answers_are_reported_as_they_are() -> None:
+def test_other_answers_are_reported_unchanged() -> None:
     for answer in (
         messages.FeedSuspended(req(1)),
         messages.FlushResponse(req(2), 5),

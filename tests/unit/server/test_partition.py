@@ -1301,7 +1301,7 @@ def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
     assert isinstance(world.answer(request), messages.ReplicasResponse)
 
 
-def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
+def test_a_flush_is_answered_when_all_earlier_appends_are_final() -> None:
     world = world_with_mount()
     req_id = world.append()
     flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))

@@ -69,7 +69,7 @@ def test_an_empty_payload_has_no_text():
         '["' + "[" * 1000 + '\\"]"]',
     ],
 )
-def test_json_is_shown_as_it_is(text):
+def test_json_is_shown_unchanged(text):
     assert show(text.encode()) == ("json", text)
 
 
@@ -94,7 +94,7 @@ def test_json_is_shown_as_it_is(text):
         "<script>alert(1)</script>",
     ],
 )
-def test_other_text_is_shown_as_it_is(text):
+def test_other_text_is_shown_unchanged(text):
     assert show(text.encode()) == ("text", text)
 
 
