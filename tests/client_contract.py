@@ -281,15 +281,15 @@ def a_closed_client_has_reported_every_outcome(world: ScenarioSetup) -> None:
 
 def write_and_append_locks_reject_only_later_write_and_read_locks(world: ScenarioSetup) -> None:
     kinds = ("write_locks", "read_locks", "append_locks")
-    with world.open() as one, world.open() as two:
+    with world.open() as first_client, world.open() as second_client:
         for number, (earlier, later) in enumerate(product(kinds, kinds)):
             hashed = [lock("pair", number)]
-            mark = one.high_water_mark(world.partition)
+            mark = first_client.high_water_mark(world.partition)
             won = append_and_wait(
-                one, world.partition, **{earlier: hashed}, client_high_water_mark=mark
+                first_client, world.partition, **{earlier: hashed}, client_high_water_mark=mark
             )
             assert won == mark + 1
-            late = two.append(
+            late = second_client.append(
                 b"late", partition=world.partition, **{later: hashed}, client_high_water_mark=mark
             )
             if earlier != "read_locks" and later != "append_locks":
@@ -302,9 +302,9 @@ def write_and_append_locks_reject_only_later_write_and_read_locks(world: Scenari
             else:
                 assert late.result(TEST_TIMEOUT_S) == won + 1
             # The log accepts a client that has applied all transactions.
-            seen = two.high_water_mark(world.partition)
+            seen = second_client.high_water_mark(world.partition)
             passed = append_and_wait(
-                two, world.partition, **{later: hashed}, client_high_water_mark=seen
+                second_client, world.partition, **{later: hashed}, client_high_water_mark=seen
             )
             assert passed == seen + 1
 
@@ -452,10 +452,10 @@ def two_clients_under_one_lock_lose_no_update(world: ScenarioSetup) -> None:
             builder.set_write_locks([lock("counter")])
             return True
 
-    with world.open() as one, world.open() as two:
-        start = one.high_water_mark(world.partition)
+    with world.open() as first_client, world.open() as second_client:
+        start = first_client.high_water_mark(world.partition)
         futures = []
-        counters = [(client, Counter(start)) for client in (one, two)]
+        counters = [(client, Counter(start)) for client in (first_client, second_client)]
         for client, counter in counters:
             client.subscribe(counter, [world.partition])
         for _ in range(10):
@@ -463,7 +463,9 @@ def two_clients_under_one_lock_lose_no_update(world: ScenarioSetup) -> None:
                 futures.append(client.submit(Increment(world.partition, counter)))
         ids = [future.result(TEST_TIMEOUT_S) for future in futures]
         assert sorted(ids) == list(range(start + 1, start + 21))
-        assert read_payloads(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 21)]
+        assert read_payloads(first_client, world.partition, start + 1) == [
+            b"%d" % i for i in range(1, 21)
+        ]
 
 
 def dependent_appends_continue_from_appends_in_flight(world: ScenarioSetup) -> None:
@@ -482,9 +484,9 @@ def dependent_appends_continue_from_appends_in_flight(world: ScenarioSetup) -> N
             builder.set_write_locks([lock("followed")])
             return True
 
-    with world.open() as one, world.open() as two:
-        start = one.high_water_mark(world.partition)
-        counters = [(client, RecordingCallbacks(start)) for client in (one, two)]
+    with world.open() as first_client, world.open() as second_client:
+        start = first_client.high_water_mark(world.partition)
+        counters = [(client, RecordingCallbacks(start)) for client in (first_client, second_client)]
         for client, counter in counters:
             client.subscribe(counter, [world.partition])
         futures = [
@@ -494,7 +496,9 @@ def dependent_appends_continue_from_appends_in_flight(world: ScenarioSetup) -> N
         ]
         ids = [future.result(TEST_TIMEOUT_S) for future in futures]
         assert sorted(ids) == list(range(start + 1, start + 41))
-        assert read_payloads(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 41)]
+        assert read_payloads(first_client, world.partition, start + 1) == [
+            b"%d" % i for i in range(1, 41)
+        ]
 
 
 def an_append_rejected_because_of_one_in_flight_may_depend_on_it(world: ScenarioSetup) -> None:

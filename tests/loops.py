@@ -26,12 +26,12 @@ class _VirtualClockSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self.thread_count:
             return super().select(POLL_INTERVAL_S)
-        found = super().select(0)
-        if not found:
+        selected = super().select(0)
+        if not selected:
             assert timeout is not None, "no timer is planned, so the scenario would never end"
             self.now_s += timeout
         self.now_s += LOOP_TURN_S
-        return found
+        return selected
 
 
 class _VirtualTimeLoop(asyncio.SelectorEventLoop):

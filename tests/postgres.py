@@ -32,12 +32,12 @@ SERVER_SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
 
 def find_programs() -> Path | None:
     """Return the folder of the newest PostgreSQL programs; None if there is none."""
-    found = [path for path in PACKAGES_DIRECTORY.glob("*/bin") if (path / "initdb").exists()]
-    found.sort(key=lambda path: float(path.parent.name))
+    paths = [path for path in PACKAGES_DIRECTORY.glob("*/bin") if (path / "initdb").exists()]
+    paths.sort(key=lambda path: float(path.parent.name))
     on_path = shutil.which("initdb")
     if on_path is not None and shutil.which("postgres") is not None:
-        found.append(Path(on_path).resolve().parent)
-    return found[-1] if found else None
+        paths.append(Path(on_path).resolve().parent)
+    return paths[-1] if paths else None
 
 
 def find_server_user() -> pwd.struct_passwd | None:

@@ -101,14 +101,14 @@ LIBRARIES: Final = (DELTA, ICEBERG)
 
 def spark_settings() -> dict[str, str]:
     """Return the settings of a Spark session with the available libraries."""
-    found = [library for library in LIBRARIES if library.jars()]
-    if not found:
+    libraries = [library for library in LIBRARIES if library.jars()]
+    if not libraries:
         return {}
     merged = {
-        "spark.jars": ",".join(str(jar) for library in found for jar in library.jars()),
-        "spark.sql.extensions": ",".join(library.extension for library in found),
+        "spark.jars": ",".join(str(jar) for library in libraries for jar in library.jars()),
+        "spark.sql.extensions": ",".join(library.extension for library in libraries),
     }
-    for library in found:
+    for library in libraries:
         merged |= library.settings
     return merged
 

@@ -262,8 +262,8 @@ def show_cluster(cluster: LocalCluster) -> dict[str, object]:
     """Return the output of `waltz-core cluster show --json`."""
     result = run_command("cluster", "show", cluster.connect, "--json")
     assert result.returncode == 0, result.stderr
-    found: dict[str, object] = json.loads(result.stdout)
-    return found
+    document: dict[str, object] = json.loads(result.stdout)
+    return document
 
 
 def show_partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:

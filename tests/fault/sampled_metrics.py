@@ -80,10 +80,10 @@ def expect_alerts(
     while True:
         time.sleep(PAUSE_S)  # daemons update their metrics once a second
         period = SampledPeriod(first, sample_metrics(cluster))
-        found = {each.name for each in _alerts_between(before or period, period, directory)}
-        if found == wanted:
+        names = {each.name for each in _alerts_between(before or period, period, directory)}
+        if names == wanted:
             return period
-        assert time.monotonic() < deadline, f"expected the alerts {set(wanted)}, found {found}"
+        assert time.monotonic() < deadline, f"expected the alerts {set(wanted)}, found {names}"
 
 
 def _alerts_between(

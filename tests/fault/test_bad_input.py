@@ -274,9 +274,9 @@ def is_full(scenario: Scenario, storage: str) -> bool:
             pages.append(error.read().decode())
         except OSError:
             return False
-    found = json.loads(pages[0])
-    assert not (found["is_full"] and found["is_healthy"])
-    return bool(found["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
+    document = json.loads(pages[0])
+    assert not (document["is_full"] and document["is_healthy"])
+    return bool(document["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
 
 
 def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseException]:

@@ -237,13 +237,13 @@ class InterruptedBank(bank_desk.Bank):
 
 def in_two_partitions(bank: bank_desk.Bank, first_account: int) -> tuple[int, int]:
     """Return two accounts in different partitions, which no single entry can change."""
-    one = first_account
-    two = next(
+    first = first_account
+    second = next(
         number
         for number in range(first_account + 1, first_account + 50)
-        if bank.partition_of_account(number) != bank.partition_of_account(one)
+        if bank.partition_of_account(number) != bank.partition_of_account(first)
     )
-    return one, two
+    return first, second
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

@@ -213,13 +213,13 @@ def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
 def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     at = ("--connect", cluster.connect, "--json")
     load = ("--seconds", "1", "--writers", "8", "--lock-pool", "2", "--interval-ms", "1")
-    found = json.loads(output_of(cluster, "bench", "test-producers", *load, *at).out)
-    assert found["rows"] > 0
-    assert found["lost"] == found["duplicated"] == 0
-    assert found["extra"]["rejected"] > 0, "eight writers never met on two locks"
-    found = json.loads(output_of(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
-    assert found["rows"] >= 100
-    assert found["lost"] == found["duplicated"] == 0
+    document = json.loads(output_of(cluster, "bench", "test-producers", *load, *at).out)
+    assert document["rows"] > 0
+    assert document["lost"] == document["duplicated"] == 0
+    assert document["extra"]["rejected"] > 0, "eight writers never met on two locks"
+    document = json.loads(output_of(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
+    assert document["rows"] >= 100
+    assert document["lost"] == document["duplicated"] == 0
 
 
 # --- storages

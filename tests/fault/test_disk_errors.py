@@ -47,15 +47,15 @@ def metric(scenario: Scenario, name: str, name_of_metric: str) -> float:
     port = scenario.cluster.member(name).http_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TEST_TIMEOUT_S) as page:
         text = page.read().decode()
-    found = re.findall(rf"^{name_of_metric}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-    return sum(float(each) for each in found)
+    matches = re.findall(rf"^{name_of_metric}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return sum(float(each) for each in matches)
 
 
 def health(scenario: Scenario, name: str) -> dict[str, object]:
     port = scenario.cluster.member(name).http_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=TEST_TIMEOUT_S) as page:
-        found: dict[str, object] = json.loads(page.read())
-    return found
+        document: dict[str, object] = json.loads(page.read())
+    return document
 
 
 def log_of(scenario: Scenario, name: str) -> str:

@@ -49,8 +49,8 @@ def up(directory: Path, *words: str) -> str:
 
 
 def status(directory: Path) -> dict[str, dict[str, object]]:
-    found = json.loads(local(directory, "status", "--json").stdout)
-    return {member["name"]: member for member in found["members"]}
+    document = json.loads(local(directory, "status", "--json").stdout)
+    return {member["name"]: member for member in document["members"]}
 
 
 def listening(pids: list[int]) -> set[str]:

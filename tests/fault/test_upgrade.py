@@ -95,10 +95,10 @@ def check_clients(scenario: Scenario, released_packages: Path) -> None:
     """Let an application with each version append, lose a conflict, read and follow."""
     for directory in (released_packages, None):
         words = (scenario.cluster.connect, str(TEST_TIMEOUT_S), scenario.row(0).hex())
-        found = json.loads(run_script(APPLICATION, *words, directory=directory))
-        assert found["package"].startswith(str(released_packages)) == (directory is not None)
-        assert found["winner"] >= found["first"] == found["applied"]
-        assert found["is_equal"]
+        document = json.loads(run_script(APPLICATION, *words, directory=directory))
+        assert document["package"].startswith(str(released_packages)) == (directory is not None)
+        assert document["winner"] >= document["first"] == document["applied"]
+        assert document["is_equal"]
 
 
 def replace(scenario: Scenario, load: Load, name: str, directory: Path | None) -> None:

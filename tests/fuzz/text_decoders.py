@@ -183,11 +183,11 @@ def parse_page(data: bytes) -> None:
 def decode_offset(data: bytes) -> None:
     """Decode an offset as Spark gives it: a JSON object."""
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except (ValueError, RecursionError):
         return
-    if isinstance(found, dict):
-        offsets.decode_offset(found)
+    if isinstance(document, dict):
+        offsets.decode_offset(document)
 
 
 def _settings(config_type) -> Decoder:

@@ -37,10 +37,10 @@ class Archived(NamedTuple):
         return result.returncode, json.loads(result.stdout), result.stderr
 
     def status(self, *words: str) -> dict[str, Any]:
-        code, found, _ = self.command("status", *words)
-        assert (code, found["errors"]) == (0, [])
-        (row,) = found["partitions"]
-        return {"archive": found["archive"], **row}
+        code, output, _ = self.command("status", *words)
+        assert (code, output["errors"]) == (0, [])
+        (row,) = output["partitions"]
+        return {"archive": output["archive"], **row}
 
     def append(self) -> None:
         """Append rows, and wait until they are archived."""
@@ -95,11 +95,11 @@ def test_the_status_shows_the_archived_transactions_of_a_partition(archived: Arc
 
 
 def test_the_status_reports_an_unreadable_archive_and_all_other_values(archived: Archived):
-    code, found, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
+    code, output, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
     assert code == 1
-    assert "the directory is mounted" in found["errors"][0]
-    assert found["partitions"][0]["objects"] is None
-    assert found["partitions"][0]["archived"] == ROWS - 1
+    assert "the directory is mounted" in output["errors"][0]
+    assert output["partitions"][0]["objects"] is None
+    assert output["partitions"][0]["archived"] == ROWS - 1
     result = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")
     assert (result.returncode, result.stderr) == (
         1,
@@ -109,10 +109,10 @@ def test_the_status_reports_an_unreadable_archive_and_all_other_values(archived:
 
 def test_a_storage_that_does_not_answer_is_reported(archived: Archived):
     archived.cluster.kill("storage-1")
-    code, found, _ = archived.command("status")
+    code, output, _ = archived.command("status")
     assert code == 1
-    assert [error for error in found["errors"] if error.startswith("storage ")]
-    assert found["archive"] == archived.url, "the other storages report the value"
+    assert [error for error in output["errors"] if error.startswith("storage ")]
+    assert output["archive"] == archived.url, "the other storages report the value"
     archived.cluster.start("storage-1")
     wait_until("all storages answer", lambda: archived.command("status")[0] == 0)
 
@@ -144,18 +144,18 @@ def test_pins_are_shown_and_removed(archived: Archived):
 
 def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
     files = archived.status("--objects")["files"]
-    code, found, messages = archived.command("verify", "--archive", archived.url)
-    assert (code, found["passed"]) == (0, True)
-    assert found["partitions"]["0"]["objects"] == len(files)
+    code, output, messages = archived.command("verify", "--archive", archived.url)
+    assert (code, output["passed"]) == (0, True)
+    assert output["partitions"]["0"]["objects"] == len(files)
     assert f"up to transaction {ROWS - 1}: 0 wrong files" in messages
     bad = Path(urlsplit(files[1]["url"]).path)
     data = bad.read_bytes()
     try:
         bad.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
-        code, found, messages = archived.command("verify")
-        (problem,) = found["partitions"]["0"]["problems"]
+        code, output, messages = archived.command("verify")
+        (problem,) = output["partitions"]["0"]["problems"]
         assert code == 1
-        assert not found["passed"]
+        assert not output["passed"]
         assert problem["name"] in files[1]["url"]
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
         assert "expected a file with CRC-32" in problem["problem"]
@@ -165,17 +165,17 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         # A range that the object does not contain.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0
-        code, found, messages = archived.command("verify", "--first", str(ROWS))
-        assert (code, found["passed"]) == (1, False)
+        code, output, messages = archived.command("verify", "--first", str(ROWS))
+        assert (code, output["passed"]) == (1, False)
         assert f"{ROWS} on are not archived; the last archived one is {ROWS - 1}" in messages
         bad.unlink()
-        _, found, _ = archived.command("verify")
-        assert "it does not exist" in found["partitions"]["0"]["problems"][0]["problem"]
+        _, output, _ = archived.command("verify")
+        assert "it does not exist" in output["partitions"]["0"]["problems"][0]["problem"]
         manifest = archived.path(archived.status()["manifest"])
         hidden = manifest.rename(manifest.with_suffix(".hidden"))
-        _, found, _ = archived.command("verify")
+        _, output, _ = archived.command("verify")
         hidden.rename(manifest)
-        (problem,) = found["partitions"]["0"]["problems"]
+        (problem,) = output["partitions"]["0"]["problems"]
         assert problem["name"].endswith(manifest.name)
     finally:
         bad.write_bytes(data)

@@ -322,12 +322,15 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
 def test_partitions_are_independent(tmp_path):
     async def main():
         async with serving(config_for(tmp_path)) as address:
-            async with session(address, 5, 0) as one, session(address, 7, 2) as two:
-                for each in (one, two):
+            async with (
+                session(address, 5, 0) as first_session,
+                session(address, 7, 2) as second_session,
+            ):
+                for each in (first_session, second_session):
                     await each.prepare()
                     await each.engage()
                     await each.ask(each.owner.append(3))
-                assert (await two.read(0, 2)).count == 3
+                assert (await second_session.read(0, 2)).count == 3
             async with session(address, 5, 1) as absent:
                 message = absent.owner.make(
                     Prepare, absent.owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT
@@ -449,17 +452,17 @@ def test_after_a_failure_the_shutdown_waits_for_the_work_of_other_partitions(tmp
     async def main():
         async with (
             serving(config_for(tmp_path)) as address,
-            session(address, 5, 0) as one,
-            session(address, 7, 2) as two,
+            session(address, 5, 0) as first_session,
+            session(address, 7, 2) as second_session,
         ):
-            for each in (one, two):
+            for each in (first_session, second_session):
                 await each.prepare()
                 await each.engage()
             monkeypatch.setattr(storage_daemon.Work, "run", run)
-            for each in (one, two):
+            for each in (first_session, second_session):
                 each.link.send(each.owner.append())
             with pytest.raises(errors.Unreachable):
-                await one.link.receive()
+                await first_session.link.receive()
 
     with (
         event_at_call(monkeypatch, "abandon") as abandoned,

@@ -43,8 +43,8 @@ class FinishedJob:
     def report(self) -> dict[str, Any]:
         """The last line of its output, which is JSON."""
         assert self.exit_code == 0, self.errors[-6_000:]
-        found: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])
-        return found
+        document: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])
+        return document
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return each attempt of each task, from Spark's event log: `Index`, `Attempt`, `Host` ...

@@ -246,8 +246,8 @@ def test_order_within_a_partition_is_kept(spark: SparkSession, connect: str) -> 
     before = marks_of(spark, connect)
     table = spark.range(20_000).selectExpr("1 AS partition", "CAST(id AS string) AS data")
     table.coalesce(1).write.format("waltz").mode("append").save(connect)
-    found = since(spark, connect, before).option("partitions", "1").load(connect)
-    values = [int(bytes(r.data)) for r in found.orderBy("transaction_id").collect()]
+    frame = since(spark, connect, before).option("partitions", "1").load(connect)
+    values = [int(bytes(r.data)) for r in frame.orderBy("transaction_id").collect()]
     assert values == list(range(20_000))
 
 
@@ -332,7 +332,7 @@ def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect
     spark.conf.set("spark.sql.caseSensitive", "true")
     try:
         # No payload has this column. So every payload that is a map fits.
-        found = [row.N for row in reader.load(connect).collect()]
+        numbers = [row.N for row in reader.load(connect).collect()]
     finally:
         spark.conf.unset("spark.sql.caseSensitive")
-    assert found == [None] * 5
+    assert numbers == [None] * 5

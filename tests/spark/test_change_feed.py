@@ -75,9 +75,9 @@ def test_a_batch_has_the_changes_after_its_start(spark: SparkSession, connect: s
     expected = expected_rows(logged(connect))
     assert rows_of(feed(spark.read, connect)) == expected
     starting = as_json({PARTITION: middle})
-    found = feed(spark.read, connect, startingHighWaterMarks=starting)
-    assert rows_of(found) == [row for row in expected if row[-1] > middle]
-    assert found.where("_change_type = 'delete'").count() > 0
+    machine = feed(spark.read, connect, startingHighWaterMarks=starting)
+    assert rows_of(machine) == [row for row in expected if row[-1] > middle]
+    assert machine.where("_change_type = 'delete'").count() > 0
     with pytest.raises(Exception, match="expected a payload in msgpack") as failure:
         rows_of(feed(spark.read, connect, mode="FAILFAST", startingHighWaterMarks=starting))
     assert isinstance(error_of(failure.value), BadFormat)

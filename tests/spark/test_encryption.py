@@ -86,13 +86,13 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     }
     remaining_keys = str(without(directory, "customer-1"))
     for mode in ("FAILFAST", "DROPMALFORMED", "PERMISSIVE"):
-        found = reader.options(encryptionKeys=remaining_keys, mode=mode).load()
-        reasons = found.groupBy("data_error").count().collect()
+        frame = reader.options(encryptionKeys=remaining_keys, mode=mode).load()
+        reasons = frame.groupBy("data_error").count().collect()
         assert {(row.data_error, row["count"]) for row in reasons} == {
             (None, 200),
             ("the key 'customer-1' does not exist", 100),
         }
-        lost = found.where("data_error IS NOT NULL")
+        lost = frame.where("data_error IS NOT NULL")
         assert lost.where("id IS NULL AND customer IS NULL").count() == 100
         assert lost.where("transaction_id IS NULL").count() == 0
     # A client has the same keys.

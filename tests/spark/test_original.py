@@ -38,8 +38,8 @@ def test_a_log_is_read_in_tasks(
 ) -> None:
     original.fill(0, COUNT, b"zero")
     original.fill(1, 10, b"one")
-    found = spark.read.format("waltz").option("minPartitions", 3).load(connect_string)
-    rows = found.select("partition", "transaction_id", "data", "commit_time").collect()
+    frame = spark.read.format("waltz").option("minPartitions", 3).load(connect_string)
+    rows = frame.select("partition", "transaction_id", "data", "commit_time").collect()
     assert sorted(row[:2] for row in rows) == [
         *((0, i) for i in range(COUNT)),
         *((1, i) for i in range(10)),

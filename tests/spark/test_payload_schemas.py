@@ -72,8 +72,8 @@ def test_a_table_follows_payloads_in_avro(
     }
     waltz_spark.follow(spark, connect, tables=tables, **call, **options)
     for path in (one, several):
-        found = spark.read.parquet(path).select("id", "owner")
-        assert_df_equality(found, rows, ignore_row_order=True, ignore_nullable=True)
+        selected = spark.read.parquet(path).select("id", "owner")
+        assert_df_equality(selected, rows, ignore_row_order=True, ignore_nullable=True)
     assert spark.read.parquet(log).count() == 20
 
 

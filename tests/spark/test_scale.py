@@ -259,8 +259,8 @@ def test_a_workers_memory_depends_on_options_and_not_on_the_data(
         with WorkerMonitor(cluster) as writing:
             write(rows(spark, count, size), cluster.connect, **options)
         with WorkerMonitor(cluster) as reading:
-            found = spark.read.format("waltz").option("columns", "data").load(cluster.connect)
-            found.write.format("noop").mode("overwrite").save()
+            frame = spark.read.format("waltz").option("columns", "data").load(cluster.connect)
+            frame.write.format("noop").mode("overwrite").save()
     peaks = [watch.rss_bytes // MIB for watch in (writing, reading)]
     log.info("%d rows of %d bytes: MiB when writing and reading %s", count, size, peaks)
     # A worker has some 150 MiB at its start. The written data is twice as large.

@@ -43,8 +43,8 @@ def yaml_documents(path: Path) -> list[dict[str, Any]]:
 
 def image_variables() -> dict[str, str]:
     """Return the variables that the image sets."""
-    found = _ENV.findall((DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8"))
-    return dict(each.split("=", 1) for line in found for each in line.split())
+    matches = _ENV.findall((DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8"))
+    return dict(each.split("=", 1) for line in matches for each in line.split())
 
 
 def compose_services() -> dict[str, dict[str, Any]]:

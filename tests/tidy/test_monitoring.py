@@ -35,9 +35,9 @@ def is_metric(name: str) -> bool:
 def test_each_metric_is_in_the_table(name: str) -> None:
     texts = {RULES.name: RULES, PAGE.name: PAGE}
     text = texts[name].read_text(encoding="utf-8") if name in texts else dashboards()[name]
-    found = set(METRIC.findall(text))
-    assert found
-    assert sorted(each for each in found if not is_metric(each)) == []
+    matches = set(METRIC.findall(text))
+    assert matches
+    assert sorted(each for each in matches if not is_metric(each)) == []
 
 
 def test_histograms_have_suffixes() -> None:

@@ -18,8 +18,8 @@ def line_of(template: object, *values: object, **extra: object) -> dict[str, obj
     vars(record).update(extra)
     line = JsonFormatter().format(record)
     assert "\n" not in line
-    found: dict[str, object] = json.loads(line)
-    return found
+    document: dict[str, object] = json.loads(line)
+    return document
 
 
 def fields_of(template: object, *values: object) -> dict[str, object]:

@@ -52,12 +52,12 @@ GRANTS = Grants(
 def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
     principal, requirement, permitted
 ):
-    found = {
+    numbers = {
         number
         for number in range(-1, 12)
         if not GRANTS.for_principal(principal).missing_verb(requirement, number)
     }
-    assert found == permitted
+    assert numbers == permitted
 
 
 @pytest.mark.parametrize(

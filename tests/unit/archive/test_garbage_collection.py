@@ -130,12 +130,12 @@ def test_files_of_the_recorded_manifest_remain_readable(archived):
     store, new_manifest = archived
     before = all_files(store)
     remaining = listed_files(store, new_manifest)
-    found = run(store, collection_job(new_manifest))
+    result = run(store, collection_job(new_manifest))
     after = all_files(store)
     assert set(after) == remaining
     assert after.items() <= before.items()
     garbage = [len(data) for name, data in before.items() if name not in remaining]
-    assert found == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
+    assert result == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
     reader = ArchiveReader(
         ArchiveStore(store.url), new_manifest.name, new_manifest.file_crc, ArchiveCache(1 << 20)
     )
@@ -169,11 +169,11 @@ def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
 
     before = {all_file for all_file in all_files(store) if "/objects/" in all_file}
     store.on_delete = pin_after_one
-    found = run(store, collection_job(new_manifest))
+    result = run(store, collection_job(new_manifest))
     after = {all_file for all_file in all_files(store) if "/objects/" in all_file}
     assert len(before - after) == 1
-    assert found.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
-    assert not found.has_more
+    assert result.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
+    assert not result.has_more
 
 
 def test_pins_are_listed_and_removed(archived):
@@ -368,13 +368,13 @@ def test_a_collection_deletes_a_few_files_at_a_time(archived, monkeypatch):
     store, new_manifest = archived
     garbage = len(all_files(store)) - len(listed_files(store, new_manifest))
     assert garbage > 10
-    found = run(store, collection_job(new_manifest))
-    assert (found.file_count, found.has_more) == (5, True)
+    result = run(store, collection_job(new_manifest))
+    assert (result.file_count, result.has_more) == (5, True)
     garbage -= 5
-    while (found := run(store, collection_job(new_manifest))).has_more:
-        assert found.file_count == 5
+    while (result := run(store, collection_job(new_manifest))).has_more:
+        assert result.file_count == 5
         garbage -= 5
-    assert found.file_count == garbage
+    assert result.file_count == garbage
 
 
 @pytest.mark.parametrize("kind", [ArchiveUnavailable, Crash])

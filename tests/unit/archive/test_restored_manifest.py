@@ -82,9 +82,9 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
         NEW_KEY, 9, NONCE, batch
     )
     entries = SavedManifest.read(store, new_manifest.name, new_manifest.file_crc).entries()
-    (found,) = (each for each in entries if each.first == old.first)
-    assert found.name.endswith("-4.parquet"), "the first object with the same chain"
-    assert found[1:] == old[1:]
+    (entry,) = (each for each in entries if each.first == old.first)
+    assert entry.name.endswith("-4.parquet"), "the first object with the same chain"
+    assert entry[1:] == old[1:]
 
 
 def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, log):

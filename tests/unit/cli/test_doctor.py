@@ -141,12 +141,12 @@ def test_a_silent_zookeeper_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"
         began_s = time.monotonic()
-        found = asyncio.run(gather_facts(connect, timeout_s=2.0, local=None))
+        result = asyncio.run(gather_facts(connect, timeout_s=2.0, local=None))
     assert time.monotonic() - began_s < 60
-    first, second = found.zookeeper_servers
+    first, second = result.zookeeper_servers
     assert first.is_silent
     assert not second.is_silent
-    assert [finding.name for finding in diagnose(found)] == [
+    assert [finding.name for finding in diagnose(result)] == [
         "zookeeper-unavailable",
         "zookeeper-server-unavailable",
         "zookeeper-server-unavailable",

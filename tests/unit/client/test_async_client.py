@@ -477,9 +477,9 @@ class RecordingCallbacks(AsyncCallbacks):
 
 @run_on_virtual_loop
 async def test_concurrent_contexts_lose_no_update():
-    async with two_clients() as (cluster, one, two):
+    async with two_clients() as (cluster, first_client, second_client):
         contexts = []
-        for client in (one, two):
+        for client in (first_client, second_client):
             callbacks = RecordingCallbacks()
             await client.subscribe(callbacks)
             contexts += [(client, CounterContext(callbacks.state)) for _ in range(15)]

@@ -81,9 +81,9 @@ def test_if_the_dialing_caller_is_cancelled_another_caller_dials(dials):
 
 def test_a_failed_dial_fails_all_its_waiters(dials):
     # No process listens there.
-    found = asyncio.run(request_concurrently(dials, 3, address="127.0.0.1:1"))
-    assert isinstance(found[0], errors.Unreachable)
-    assert found == [found[0]] * 3
+    result = asyncio.run(request_concurrently(dials, 3, address="127.0.0.1:1"))
+    assert isinstance(result[0], errors.Unreachable)
+    assert result == [result[0]] * 3
     assert dials.count == 1
 
 

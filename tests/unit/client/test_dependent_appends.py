@@ -99,8 +99,10 @@ def test_too_many_predecessors_are_dropped(monkeypatch):
 
 
 def test_a_predecessor_has_the_values_of_its_record():
-    (found,) = NO_PREDECESSORS.with_predecessors(message(3, last=3), 2, MOUNT, LOCKS).predecessors
-    assert found == (3, REQ, 3, MSGPACK.serialize(3))
+    (predecessor,) = NO_PREDECESSORS.with_predecessors(
+        message(3, last=3), 2, MOUNT, LOCKS
+    ).predecessors
+    assert predecessor == (3, REQ, 3, MSGPACK.serialize(3))
 
 
 @pytest.mark.parametrize("at", range(len(record(6))))

@@ -62,9 +62,9 @@ def test_a_scan_has_each_transaction_of_each_partition_in_order(client: WaltzCli
 def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClient):
     fill(client, 1, 2)
     client.append(msgpack.packb({"id": 7}), partition=1).result()  # no field "owner"
-    found = client.scan(1, schema=SCHEMA_WITH_OWNER).read_all()
-    assert found.schema == SCHEMA_WITH_OWNER
-    assert found.to_pydict() == {
+    table = client.scan(1, schema=SCHEMA_WITH_OWNER).read_all()
+    assert table.schema == SCHEMA_WITH_OWNER
+    assert table.to_pydict() == {
         "transaction_id": [0, 1, 2],
         "id": [0, 1, 7],
         "owner": ["owner 0", "owner 1", None],
@@ -74,9 +74,9 @@ def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClien
 def test_json_payloads_keep_their_types(client: WaltzClient):
     client.append(json.dumps({"price": 0.1, "tags": ["a"]}).encode(), partition=0).result()
     schema = pa.schema([("price", pa.decimal128(10, 2)), ("tags", pa.list_(pa.string()))])
-    found = client.scan(0, schema=schema, data_format="json").read_all()
-    assert found.to_pylist()[0]["tags"] == ["a"]
-    assert str(found["price"][0]) == "0.10"
+    table = client.scan(0, schema=schema, data_format="json").read_all()
+    assert table.to_pylist()[0]["tags"] == ["a"]
+    assert str(table["price"][0]) == "0.10"
 
 
 def test_a_key_in_another_case_is_another_column(client: WaltzClient):
@@ -114,8 +114,8 @@ def test_a_column_that_is_not_nullable_needs_a_value_in_each_payload(client: Wal
 )
 def test_start_and_stop_are_like_those_of_a_range(client: WaltzClient, start, stop, ids):
     fill(client, 0, 5)
-    found = client.scan(0, start=start, stop=stop).read_all()
-    assert found["transaction_id"].to_pylist() == ids
+    table = client.scan(0, start=start, stop=stop).read_all()
+    assert table["transaction_id"].to_pylist() == ids
 
 
 def test_a_scan_is_a_snapshot_at_the_time_of_the_call(client: WaltzClient):

@@ -499,25 +499,25 @@ def test_each_close_waits_for_callbacks(is_closed_by):
 
 def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
     callback_began, may_end, closing, ended = (threading.Event() for _ in range(4))
-    with MemoryWaltz(1) as log, log.client() as writer, log.client() as one:
-        other = log.client()
+    with MemoryWaltz(1) as log, log.client() as writer, log.client() as first_client:
+        second_client = log.client()
 
         def apply_slowly(_transaction):
             callback_began.set()
             may_end.wait(TEST_TIMEOUT_S)
 
         def close_other(_transaction):
-            other.set_partitions([0])  # the other client has no running callback
+            second_client.set_partitions([0])  # the other client has no running callback
             closing.set()
-            other.close()
+            second_client.close()
             ended.set()
 
-        other.subscribe(FunctionCallbacks(apply_slowly))
+        second_client.subscribe(FunctionCallbacks(apply_slowly))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         assert callback_began.wait(TEST_TIMEOUT_S)
-        one.subscribe(FunctionCallbacks(close_other))
+        first_client.subscribe(FunctionCallbacks(close_other))
         assert closing.wait(TEST_TIMEOUT_S)
-        wait_until(other._loop.is_closed)
+        wait_until(second_client._loop.is_closed)
         assert not ended.wait(0.2)
         may_end.set()
         assert ended.wait(TEST_TIMEOUT_S)

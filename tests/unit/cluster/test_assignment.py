@@ -36,12 +36,12 @@ def assign(old, servers, *, partition_count=4, cversion=1, keeps_owners=False):
 
 
 def test_partitions_are_assigned_as_by_waltz_0_13():
-    one = assign(PartitionAssignment(), live_servers(1))
-    assert one == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
-    two = assign(one, live_servers(1, 2), cversion=2)
-    assert two == PartitionAssignment(2, 4, {1: {0: 1, 1: 1}, 2: {2: 2, 3: 2}})
-    three = assign(two, live_servers(3), cversion=5)
-    assert three == PartitionAssignment(5, 4, {3: {0: 2, 1: 2, 2: 3, 3: 3}})
+    first = assign(PartitionAssignment(), live_servers(1))
+    assert first == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
+    second = assign(first, live_servers(1, 2), cversion=2)
+    assert second == PartitionAssignment(2, 4, {1: {0: 1, 1: 1}, 2: {2: 2, 3: 2}})
+    third = assign(second, live_servers(3), cversion=5)
+    assert third == PartitionAssignment(5, 4, {3: {0: 2, 1: 2, 2: 3, 3: 3}})
 
 
 def test_one_partition_is_handed_to_another_server():
@@ -69,14 +69,18 @@ def test_partitions_are_handed_over_to_a_healthy_server(unhealthy):
 
 
 def test_the_remainder_is_assigned_to_the_lowest_ids():
-    found = assign(PartitionAssignment(), live_servers(5, 2, 9), partition_count=8)
-    assert {server: len(owned) for server, owned in found.servers.items()} == {2: 3, 5: 3, 9: 2}
+    assignment = assign(PartitionAssignment(), live_servers(5, 2, 9), partition_count=8)
+    assert {server: len(owned) for server, owned in assignment.servers.items()} == {
+        2: 3,
+        5: 3,
+        9: 2,
+    }
 
 
 def test_preferred_partitions_are_assigned_to_their_first_server_beyond_its_share():
     servers = live_servers(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
-    found = assign(PartitionAssignment(), servers)
-    assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
+    assignment = assign(PartitionAssignment(), servers)
+    assert assignment.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
 
 
 def test_preferring_an_owned_partition_moves_no_partition():
@@ -86,10 +90,10 @@ def test_preferring_an_owned_partition_moves_no_partition():
 
 def test_every_partition_is_assigned_if_preferences_use_up_a_share():
     # With Waltz 0.13, partition 4 has no owner in this case.
-    found = assign(
+    assignment = assign(
         PartitionAssignment(), live_servers(1, 2, preferred={1: [0, 1]}), partition_count=5
     )
-    assert found.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
+    assert assignment.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
 
 
 def test_added_partitions_are_assigned_and_existing_ones_do_not_move():

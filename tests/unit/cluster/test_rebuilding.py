@@ -32,17 +32,17 @@ def choose(logs, *, unanswered=(), count=3):
 
 
 def test_the_newest_session_precedes_the_longest_log():
-    found = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
-    assert (found.source, found.log.last_synced_id) == ("B", 100)
-    assert found.first_members == ("B", "C")
-    assert found.members == ("B", "C", "A")
+    choice = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
+    assert (choice.source, choice.log.last_synced_id) == ("B", 100)
+    assert choice.first_members == ("B", "C")
+    assert choice.members == ("B", "C", "A")
 
 
 def test_the_chosen_members_are_in_different_groups_if_possible():
-    found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
-    assert found.members == ("A", "B", "C")
-    found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})
-    assert found.members == ("A", "B", "D")
+    choice = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
+    assert choice.members == ("A", "B", "C")
+    choice = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})
+    assert choice.members == ("A", "B", "D")
 
 
 def test_fewer_than_a_quorum_may_be_missing():

@@ -97,10 +97,10 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)
     coordinator = await restore_cluster(backup, {0: ARCHIVED_END._replace(last=2), 1: None})
-    found = await coordinator.writes.read_all()
-    assert found["monday"].state == WriteState({0: 2}, 1_000)
-    assert found["monday"].tasks == BACKUP.writes["monday"].tasks
-    assert found["removing"].state == WriteState({0: 2}, 0, {})
+    stored = await coordinator.writes.read_all()
+    assert stored["monday"].state == WriteState({0: 2}, 1_000)
+    assert stored["monday"].tasks == BACKUP.writes["monday"].tasks
+    assert stored["removing"].state == WriteState({0: 2}, 0, {})
 
 
 def test_a_cluster_restored_with_its_old_key_is_not_listed_as_a_source():

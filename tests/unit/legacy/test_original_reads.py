@@ -50,11 +50,11 @@ async def data_of(chunks):
 @run_on_loop
 async def test_a_range_is_complete_and_leaves_no_open_feed(cluster):
     async with client_of(cluster) as client:
-        found = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
-        assert [row.data for chunk in found for row in chunk.rows()] == [
+        chunks = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
+        assert [row.data for chunk in chunks for row in chunk.rows()] == [
             b"%d" % i for i in range(10, COUNT)
         ]
-        assert all(chunk.lineage == () and chunk.stamps == [] for chunk in found)
+        assert all(chunk.lineage == () and chunk.stamps == [] for chunk in chunks)
         heads = [
             np.frombuffer(chunk.records, HEADER_DTYPE)
             async for chunk in client.read_range(0, 0, COUNT - 1, form=RangeForm.HEADERS)

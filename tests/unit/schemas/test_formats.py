@@ -199,8 +199,8 @@ def test_a_scan_unpacks_payloads_by_the_schemas_of_their_writers(registry, clien
     registry.subjects.clear()
     other = Avro(registry.url, subject="orders-value", schema=swapped)
     client.append(other.serialize({"id": 2, "item": "pen"}), partition=0).result()
-    found = client.scan(0, schema=COLUMNS, data_format=Avro(registry.url)).read_all()
-    assert found.to_pylist() == [
+    table = client.scan(0, schema=COLUMNS, data_format=Avro(registry.url)).read_all()
+    assert table.to_pylist() == [
         {"transaction_id": 0, "id": 1, "item": "ring", "later": None},
         {"transaction_id": 1, "id": 2, "item": "pen", "later": None},
     ]
@@ -243,5 +243,5 @@ def test_the_schema_prefix_is_inside_the_encrypted_envelope(registry, tmp_path):
         (stored,) = waltz.transactions(0)
         assert b"ring" not in stored.data
         assert stored.data[:3] == b"WZE"
-        found = client.scan(0, schema=COLUMNS, data_format=orders).read_all()
-        assert found["item"].to_pylist() == ["ring"]
+        table = client.scan(0, schema=COLUMNS, data_format=orders).read_all()
+        assert table["item"].to_pylist() == ["ring"]

@@ -212,9 +212,11 @@ def results(
 
 def answer_proof(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
-    found = [outcome.pending for outcome in outcomes if isinstance(outcome, ConfirmAheadOfLog)]
+    pending_rows = [
+        outcome.pending for outcome in outcomes if isinstance(outcome, ConfirmAheadOfLog)
+    ]
     answers_ahead = [
-        world.pipeline.answer_ahead_of_log(pending, is_proved=True) for pending in found
+        world.pipeline.answer_ahead_of_log(pending, is_proved=True) for pending in pending_rows
     ]
     return [
         outcome

@@ -420,8 +420,8 @@ def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     world.follow(BOB)
     (answer,) = world.turn()
     assert (answer.message.session_id, answer.message.last) == (world.session, 0)
-    (found,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
-    assert (found.req_id, found.data) == (again, b"again")
+    (predecessor,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
+    assert (predecessor.req_id, predecessor.data) == (again, b"again")
 
 
 def test_predecessors_have_the_record_of_the_admitted_row():
@@ -431,8 +431,8 @@ def test_predecessors_have_the_record_of_the_admitted_row():
     world.turns()
     world.follow(BOB, write=(COLD,))
     (answer,) = world.turn()
-    (found,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
-    assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
+    (predecessor,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
+    assert (predecessor.transaction_id, predecessor.req_id, predecessor.data) == (1, cold, b"cold")
 
 
 def test_a_connection_that_did_not_request_predecessors_gets_none():

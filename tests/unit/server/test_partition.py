@@ -240,12 +240,12 @@ class World:
     # --- reports
 
     def answer(self, req_id: ReqId) -> ClientMessage:
-        (found,) = [
+        (message,) = [
             answer.message
             for answer in self.answers
             if answer.message.req_id == req_id and answer.cost_bytes
         ]
-        return found
+        return message
 
     def is_answered(self, req_id: ReqId) -> bool:
         return any(answer.message.req_id == req_id and answer.cost_bytes for answer in self.answers)

@@ -123,10 +123,10 @@ def test_log_columns_have_the_values_of_the_changing_transaction() -> None:
             transaction_with(DELETE_HEADER, id=1),
         ]
     )
-    found = feed(log, schema=schema, deleteWhere="header >= 9")
+    feed_rows = feed(log, schema=schema, deleteWhere="header >= 9")
     times = [datetime.fromtimestamp(n / 1000, UTC) for n in range(3)]
     data = [transaction.data for transaction in log.transactions]
-    assert found == [
+    assert feed_rows == [
         (1, 5, data[0], times[0], PARTITION, 1, "insert"),
         (1, 6, data[1], times[1], PARTITION, 1, "update_preimage"),
         (2, 6, data[1], times[1], PARTITION, 1, "update_postimage"),
@@ -151,9 +151,12 @@ def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
     others = [one | {name: values[1]} for name, (_, values) in kinds.items()]
     log = Log([transaction_with(**each) for each in (one, *others, one)])
     rules = {"key": ",".join(kinds), "deleteWhere": ""}
-    found = feed(log, schema=schema, **rules)
-    assert [row[-1] for row in found] == ["insert"] * 7 + ["update_preimage", "update_postimage"]
-    assert found[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
+    feed_rows = feed(log, schema=schema, **rules)
+    assert [row[-1] for row in feed_rows] == ["insert"] * 7 + [
+        "update_preimage",
+        "update_postimage",
+    ]
+    assert feed_rows[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
 
 
 def test_a_large_previous_row_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +209,8 @@ def test_a_delete_does_not_need_the_required_columns() -> None:
     schema.add("op", "string").add("_change_type", "string")
     log = Log([transaction_with(id=1, amount=1, op="I"), transaction_with(id=1, op="D")])
     for options in ({}, {"requiredColumns": "amount"}):
-        found = feed(log, schema=schema, **options)
-        assert found == [(1, 1, "I", "insert"), (1, 1, "I", "delete")]
+        feed_rows = feed(log, schema=schema, **options)
+        assert feed_rows == [(1, 1, "I", "insert"), (1, 1, "I", "delete")]
     log = Log([transaction_with(id=1, op="I")])
     with pytest.raises(BadFormat, match="column 'amount' is NOT NULL"):
         feed(log, schema=schema)
@@ -216,8 +219,8 @@ def test_a_delete_does_not_need_the_required_columns() -> None:
 
 def test_column_names_of_json_payloads_are_case_insensitive() -> None:
     log = Log([Transaction(0, json.dumps({"Id": 1, "AMOUNT": n}).encode()) for n in range(2)])
-    found = feed(log, dataFormat="json", key="ID")
-    assert [row[2:] for row in found] == [
+    feed_rows = feed(log, dataFormat="json", key="ID")
+    assert [row[2:] for row in feed_rows] == [
         (0, "insert", 0),
         (0, "update_preimage", 1),
         (1, "update_postimage", 1),

@@ -193,12 +193,12 @@ def test_identity_columns_alone_determine_the_row_hash(registry):
     options, append = resolve_and_convert(write_options, ROWS)
     registry.fault = "reset"
     keys = RowKeys(options)
-    (one, two) = append.column("data").to_pylist()
+    (first_row, second_row) = append.column("data").to_pylist()
     changed = ROWS.set_column(1, "item", pa.array(["pen", "cup"]))
     shaped = RowConverter(options, 4, {}, keeps_input_columns=False).convert(changed).append
     (other, _) = shaped.column("data").to_pylist()
-    assert keys.keys_of_record(0, 0, one) == keys.keys_of_record(0, 0, other)
-    assert keys.keys_of_record(0, 0, one) != keys.keys_of_record(0, 0, two)
+    assert keys.keys_of_record(0, 0, first_row) == keys.keys_of_record(0, 0, other)
+    assert keys.keys_of_record(0, 0, first_row) != keys.keys_of_record(0, 0, second_row)
 
 
 def test_an_incompatible_schema_is_rejected_before_any_task(registry):

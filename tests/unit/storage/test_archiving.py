@@ -439,8 +439,8 @@ def test_a_collection_and_an_upload_wait_for_each_other(make):
 
 
 def progress_of(world):
-    found = [each for each in world.answers(1) if isinstance(each, ArchiveProgress)]
-    return [(each.partition_id, each.attempt) for each in found]
+    answers = [answer for answer in world.answers(1) if isinstance(answer, ArchiveProgress)]
+    return [(answer.partition_id, answer.attempt) for answer in answers]
 
 
 def three_jobs(make):

@@ -186,14 +186,14 @@ def test_a_file_gets_its_name_after_its_content():
 
 def test_only_one_opener_can_lock_a_whole_file(disk_and_directory):
     disk, directory = disk_and_directory
-    one = disk.open(directory / "f", create=True)
-    two = disk.open(directory / "f")
-    assert one.lock_whole_file()
-    assert one.lock_whole_file()
-    assert not two.lock_whole_file()
-    one.close()
-    assert two.lock_whole_file()
-    two.close()
+    first = disk.open(directory / "f", create=True)
+    second = disk.open(directory / "f")
+    assert first.lock_whole_file()
+    assert first.lock_whole_file()
+    assert not second.lock_whole_file()
+    first.close()
+    assert second.lock_whole_file()
+    second.close()
 
 
 def test_a_range_that_another_process_has_locked_is_rejected(tmp_path):
@@ -284,11 +284,11 @@ def test_the_number_of_open_descriptors_is_limited(tmp_path):
 
 def test_the_file_that_was_not_used_for_longest_is_closed_first(tmp_path):
     disk = RealDisk(3)
-    one, two, _ = (disk.open(tmp_path / name, create=True) for name in "123")
-    one.size()
+    first_file, second_file, _ = (disk.open(tmp_path / name, create=True) for name in "123")
+    first_file.size()
     disk.open(tmp_path / "4", create=True)
     assert open_names(tmp_path) == {"1", "3", "4"}
-    two.size()
+    second_file.size()
     assert open_names(tmp_path) == {"1", "2", "4"}
 
 
@@ -404,7 +404,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
 
 def test_an_error_while_closing_a_file_to_make_room_is_ignored(tmp_path, monkeypatch):
     disk = RealDisk(1)
-    one = disk.open(tmp_path / "1", create=True)
+    first = disk.open(tmp_path / "1", create=True)
     close = os.close
 
     def close_and_fail(fd):
@@ -413,10 +413,10 @@ def test_an_error_while_closing_a_file_to_make_room_is_ignored(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "close", close_and_fail)
-        two = disk.open(tmp_path / "2", create=True)
-        two.pwrite([b"x"], 0)
-        assert one.size() == 0
-        two.sync()
+        second = disk.open(tmp_path / "2", create=True)
+        second.pwrite([b"x"], 0)
+        assert first.size() == 0
+        second.sync()
     assert open_names(tmp_path) == {"2"}
 
 

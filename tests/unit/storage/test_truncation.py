@@ -61,8 +61,8 @@ def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
         truncation.carry_out(segments, slot.truncate)
     truncation.carry_out(segments, slot.truncate)
     disk.lose_power(Survival.NOTHING, Random(1))
-    found = [name for name in disk.list(ROOT) if name.endswith(".seg")]
-    assert found == [segment_name(0, ".seg")]
+    names = [name for name in disk.list(ROOT) if name.endswith(".seg")]
+    assert names == [segment_name(0, ".seg")]
 
 
 def test_a_truncation_without_space_is_repeated_after_any_step():

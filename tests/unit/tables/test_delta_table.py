@@ -64,8 +64,10 @@ def rows(path: Path) -> list[tuple]:
 
 
 def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDeltaTable):
-    one = changes((1, "a", 0.5, 0, 0, False), (2, "a", None, 0, 1, False), (3, "a", 0, 1, 0, True))
-    assert table.apply(one, up_to(1, 0))
+    first = changes(
+        (1, "a", 0.5, 0, 0, False), (2, "a", None, 0, 1, False), (3, "a", 0, 1, 0, True)
+    )
+    assert table.apply(first, up_to(1, 0))
     assert rows(path) == [(1, "a", 0.5, 0, 0), (2, "a", None, 0, 1)]
     state = table.marks(START)
     assert (decode_marks(state.metadata), state.version, state.other_commits) == (
@@ -73,8 +75,10 @@ def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDel
         3,
         [],
     )
-    two = changes((1, "a", 0, 0, 2, True), (2, "a", 7.0, 0, 3, False), (2, "b", 8.0, 0, 4, False))
-    assert table.apply(two, up_to(4, 0))
+    second = changes(
+        (1, "a", 0, 0, 2, True), (2, "a", 7.0, 0, 3, False), (2, "b", 8.0, 0, 4, False)
+    )
+    assert table.apply(second, up_to(4, 0))
     assert rows(path) == [(2, "a", 7.0, 0, 3), (2, "b", 8.0, 0, 4)]
     assert DeltaTable(path).version() == 2
 

@@ -524,8 +524,8 @@ def test_one_read_serves_several_tables_with_separate_marks():
     loop = follower_of(
         log, [progress(old), progress(new)], on_progress=lambda *each: steps.append(each)
     )
-    found = loop.run(until_now(log))
-    assert [dict(each.marks) for each in found] == [until_now(log)] * 2
+    result = loop.run(until_now(log))
+    assert [dict(each.marks) for each in result] == [until_now(log)] * 2
     assert [starts for starts, _ in log.read] == [{0: -1, 1: -1}, {0: 1, 1: -1}, {0: 2, 1: 0}]
     assert steps[-1] == (5, 5)
     assert old[: len(before)] == before

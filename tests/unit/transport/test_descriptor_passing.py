@@ -73,10 +73,10 @@ def test_a_file_is_passed_for_each_request(path, name):
     run(name, path, lambda: read_file(name))  # the first event loop of a process opens files
     gc.collect()  # closes files of other tests before the count
     count = len(os.listdir("/proc/self/fd"))
-    found = run(
+    result = run(
         name, path, lambda: [read_file(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)]
     )
-    assert set(found) == {b"here"}
+    assert set(result) == {b"here"}
     assert len(os.listdir("/proc/self/fd")) == count
 
 

@@ -91,8 +91,8 @@ def test_a_permission_by_field_covers_every_value_of_the_field(message):
 
 
 def test_each_protocol_has_one_message_with_a_credential():
-    found = [message.protocol for message in MESSAGES if message.requires is CREDENTIAL]
-    assert found == list(PROTOCOLS)
+    protocols = [message.protocol for message in MESSAGES if message.requires is CREDENTIAL]
+    assert protocols == list(PROTOCOLS)
 
 
 def test_requests_scoped_to_a_partition_have_a_partition():

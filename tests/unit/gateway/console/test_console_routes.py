@@ -150,8 +150,8 @@ def test_only_the_files_of_the_console_exist(path):
 def test_pages_reference_no_other_origin():
     for name in FILES:
         text = (PAGES / name).read_text(encoding="utf-8")
-        found = re.findall(r"(?:https?:|wss?:)?//[a-z0-9][^\s\"'`]*\.[^\s\"'`]*", text)
-        assert {each for each in found if each != "http://www.w3.org/2000/svg"} == set(), name
+        matches = re.findall(r"(?:https?:|wss?:)?//[a-z0-9][^\s\"'`]*\.[^\s\"'`]*", text)
+        assert {each for each in matches if each != "http://www.w3.org/2000/svg"} == set(), name
         assert re.sub(r"http://www\.w3\.org/2000/svg", "", text).count("://") == 0, name
 
 
