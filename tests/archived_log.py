@@ -71,8 +71,8 @@ class ArchivedLog(NamedTuple):
     def batches(self, first, last):
         """Return the chain before first..last, and the batches that touch it."""
         inside = [entry for entry in self.lineage if entry.last >= first and entry.first <= last]
-        at = self.lineage.index(inside[0])
-        return self.lineage[at - 1].chain if at else GENESIS_CHAIN, tuple(inside)
+        index = self.lineage.index(inside[0])
+        return self.lineage[index - 1].chain if index else GENESIS_CHAIN, tuple(inside)
 
 
 def write_manifest(store, manifest, name):

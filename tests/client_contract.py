@@ -138,10 +138,10 @@ def read_payloads(client: WaltzClient, partition: int, first: int) -> list[bytes
     payloads = []
     last = client.high_water_mark(partition, linearizable=True)
     for chunk in client.read_range(partition, first, last):
-        at = 0
+        offset = 0
         for length in chunk.lengths.tolist():
-            payloads.append(bytes(chunk.records[at + 36 : at + length - 4]))
-            at += length
+            payloads.append(bytes(chunk.records[offset + 36 : offset + length - 4]))
+            offset += length
     return payloads
 
 

@@ -147,14 +147,14 @@ class ModeledLog:
         chain, entries = log.lineage(0, self.max_id)
         assert chain == GENESIS_CHAIN
         assert list(entries) == self.entries
-        at = 0
-        while at <= self.max_id:
+        offset = 0
+        while offset <= self.max_id:
             read = log.read_range(
-                at, self.max_id, self.rng.choice((1, 500, 100_000)), whole_batches=False
+                offset, self.max_id, self.rng.choice((1, 500, 100_000)), whole_batches=False
             )
             count = read.lengths.size
-            assert read.records == b"".join(self.records[at : at + count])
-            at += count
+            assert read.records == b"".join(self.records[offset : offset + count])
+            offset += count
 
     # ---- actions
 

@@ -45,10 +45,10 @@ def read_control(data):
         raise StartFailed("control file")
     partitions = []
     for number in range(count):
-        at = HEADER_BYTES + 76 * number
-        if struct.unpack_from(">i", data, at) != (number,):
+        offset = HEADER_BYTES + 76 * number
+        if struct.unpack_from(">i", data, offset) != (number,):
             raise StartFailed(f"partition {number} of the control file")
-        partitions.append(_newer(data, at + 4))
+        partitions.append(_newer(data, offset + 4))
     return Control(key, tuple(partitions))
 
 

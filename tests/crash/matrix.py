@@ -203,9 +203,9 @@ def check_disk_state(acknowledged, contents):
 
 def _newer_slot(content):
     slots = []
-    for at in (0, SLOT_BLOCK_BYTES):
+    for offset in (0, SLOT_BLOCK_BYTES):
         with suppress(WaltzError):
-            slots.append(Slot.decode(content[at : at + SLOT_BYTES]))
+            slots.append(Slot.decode(content[offset : offset + SLOT_BYTES]))
     return max(slots, key=lambda slot: slot.sequence, default=None)
 
 

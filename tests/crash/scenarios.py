@@ -416,12 +416,12 @@ class Scenario:
         """Change a byte of a record durably, without an error."""
         log = self.log(partition)
         segment = log._files.segments.all[log._files.segments._index_of(transaction_id)]
-        at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
+        offset = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
         path = ROOT / str(partition) / f"{segment.first:019d}.seg"
-        self.disk.inner.flip_bits(path, at)
+        self.disk.inner.flip_bits(path, offset)
         number = self.disk.file_id_of(path)
-        changed = self.disk.inner.visible_content(path)[at : at + 1]
-        self.disk.changes += [Write(number, at, changed), Sync(number, path)]
+        changed = self.disk.inner.visible_content(path)[offset : offset + 1]
+        self.disk.changes += [Write(number, offset, changed), Sync(number, path)]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -69,17 +69,17 @@ def corrupt_directory(rng):
 
 
 def change_content(rng, content, kind):
-    at = rng.randrange(len(content) or 1)
+    offset = rng.randrange(len(content) or 1)
     if kind == "cut":
-        return content[:at]
+        return content[:offset]
     if kind == "grow":
         return content + rng.choice((bytes(100), rng.randbytes(100), content[-64:]))
     content = bytearray(content or b"\0")
     if kind == "flip":
-        content[at] ^= 1 << rng.randrange(8)
+        content[offset] ^= 1 << rng.randrange(8)
         return bytes(content)
     page = rng.choice((512, 4096))
-    start = at // page * page
+    start = offset // page * page
     end = min(len(content), start + page)
     content[start:end] = bytes(end - start) if kind == "zero page" else rng.randbytes(end - start)
     return bytes(content)

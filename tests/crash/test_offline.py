@@ -97,13 +97,13 @@ def test_any_changed_byte_of_a_closed_log_is_found(tmp_path, seed):
     rng = Random(seed)
     suffix = rng.choice((".seg", ".seg", ".seg", ".chn", ".idx"))
     path = rng.choice(segment_files(directory, suffix))
-    at = rng.randrange(path.stat().st_size)
-    flip_byte(path, at, rng.randint(1, 255))
+    offset = rng.randrange(path.stat().st_size)
+    flip_byte(path, offset, rng.randint(1, 255))
     wrong, notes = verification_texts(directory)
-    if suffix != ".chn" and 4 <= at < 12:
+    if suffix != ".chn" and 4 <= offset < 12:
         assert any(f"{path.name} at 4: header: created at" in one for one in notes)
         return
-    assert any(path.name in one for one in wrong), (path.name, at)
+    assert any(path.name in one for one in wrong), (path.name, offset)
 
 
 @settings(max_examples=40)

@@ -161,7 +161,9 @@ def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monke
     assert first.restore() == (0, "")
     steps = first.recorder.changes
     written = next(
-        at for at in range(len(backed_up), len(steps)) if isinstance(steps[at], PositionMarker)
+        index
+        for index in range(len(backed_up), len(steps))
+        if isinstance(steps[index], PositionMarker)
     )
     disk_state = DiskState()
     for change in steps[:written]:

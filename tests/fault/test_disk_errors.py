@@ -91,9 +91,9 @@ def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_
     before = path.read_bytes()
     opened = sessions(scenario)
     with path.open("r+b") as file:
-        for at in (RECORD_START + 50, RECORD_START + 3_000):
-            file.seek(at)
-            file.write(bytes([before[at] ^ 1]))
+        for offset in (RECORD_START + 50, RECORD_START + 3_000):
+            file.seek(offset)
+            file.write(bytes([before[offset] ^ 1]))
     found = "waltz_storage_damage_found_transactions_total"
     repaired = "waltz_storage_repaired_transactions_total"
     wait_until("found", lambda: metric(scenario, "storage-2", found) >= 2)

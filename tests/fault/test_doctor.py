@@ -267,7 +267,7 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
 
 def one_group_for_each(layout: StorageLayout) -> dict[ReplicaId, int]:
     """Return groups such that each storage is in a separate group."""
-    return {group: at for at, group in enumerate(layout.groups)}
+    return {group: index for index, group in enumerate(layout.groups)}
 
 
 def move_to_own_disk(where: Path) -> None:

@@ -175,7 +175,9 @@ def log_of(client: WaltzClient, partition: int = 0) -> list[bytes]:
 
 
 def append(client: WaltzClient, count: int, partition: int = 0) -> None:
-    for each in [client.append(b"ours %d" % at, partition=partition) for at in range(count)]:
+    for each in [
+        client.append(b"ours %d" % number, partition=partition) for number in range(count)
+    ]:
         each.result(timeout=TEST_TIMEOUT_S)
 
 

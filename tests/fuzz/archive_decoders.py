@@ -63,9 +63,9 @@ def changed_objects() -> list[bytes]:
 
 def written(table: pa.Table, name: str, array: pa.Array | None) -> bytes:
     if array is not None:
-        at = table.column_names.index(name)
+        index = table.column_names.index(name)
         field = pa.field(name, array.type, nullable=array.null_count > 0)
-        table = table.set_column(at, field, array)
+        table = table.set_column(index, field, array)
     sink = io.BytesIO()
     pq.write_table(table, sink, row_group_size=4, write_page_checksum=True, use_dictionary=False)
     return sink.getvalue()

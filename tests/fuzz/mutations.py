@@ -60,28 +60,28 @@ def mutate(
 
 def _apply_mutation(data: bytes, other: bytes, change: Mutation, words: tuple[bytes, ...]) -> bytes:
     kind, position, size, value = change
-    at = position % (len(data) + 1)
+    offset = position % (len(data) + 1)
     mutated = bytearray(data)
     if kind == "cut":
-        del mutated[at:]
+        del mutated[offset:]
     elif kind == "drop":
-        del mutated[at : at + size]
+        del mutated[offset : offset + size]
     elif kind == "repeat":
-        mutated[at:at] = mutated[at : at + size]
+        mutated[offset:offset] = mutated[offset : offset + size]
     elif kind == "splice":
-        mutated[at:] = other[value % (len(other) + 1) :]
+        mutated[offset:] = other[value % (len(other) + 1) :]
     elif kind == "insert":
-        mutated[at:at] = words[value % len(words)]
+        mutated[offset:offset] = words[value % len(words)]
     elif kind == "overwrite":
         word = words[value % len(words)]
-        mutated[at : at + len(word)] = word
+        mutated[offset : offset + len(word)] = word
     elif kind == "number":
         number = _number(value, len(data))
-        mutated[at : at + len(number)] = number
+        mutated[offset : offset + len(number)] = number
     elif kind == "digits":
-        _change_digits(mutated, at, _NUMBERS[value % len(_NUMBERS)])
-    elif at < len(mutated):  # a byte
-        mutated[at] = value % 256 if kind == "byte" else mutated[at] ^ (1 << value % 8)
+        _change_digits(mutated, offset, _NUMBERS[value % len(_NUMBERS)])
+    elif offset < len(mutated):  # a byte
+        mutated[offset] = value % 256 if kind == "byte" else mutated[offset] ^ (1 << value % 8)
     return bytes(mutated)
 
 
@@ -142,17 +142,17 @@ def with_extremes(seed: bytes, words: tuple[bytes, ...]) -> list[bytes]:
     """Return copies of a seed with huge numbers in each place of it."""
     made = []
     step = 1 + len(seed) // 300
-    for at in range(0, len(seed), step):
+    for offset in range(0, len(seed), step):
         for value, width in ((INT32_MAX, 4), (INT64_MAX, 8), ((1 << 32) - 1, 4), (1 << 26, 4)):
             for order in ("big", "little"):
                 number = value.to_bytes(width, order)
-                made.append(seed[:at] + number + seed[at + width :])
+                made.append(seed[:offset] + number + seed[offset + width :])
     if words is TEXT_WORDS:
         numbers = [str(value).encode() for value in (INT32_MAX, INT64_MAX, 1 << 70)]
-        for at in range(0, len(seed), step):
-            if seed[at : at + 1].isdigit() and not seed[at - 1 : at].isdigit():
+        for offset in range(0, len(seed), step):
+            if seed[offset : offset + 1].isdigit() and not seed[offset - 1 : offset].isdigit():
                 for number in numbers:
                     changed = bytearray(seed)
-                    _change_digits(changed, at, number)
+                    _change_digits(changed, offset, number)
                     made.append(bytes(changed))
     return made

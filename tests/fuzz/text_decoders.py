@@ -129,14 +129,14 @@ def spark_payloads(data_format: str) -> list[bytes]:
     if data_format == "json":
         values[6:9] = ["YWJj", "2026-01-02", "2026-01-02T03:04:05+00:00"]
         values[11] = [["k", 2]]
-        return [json.dumps({f"c{at}": value for at, value in enumerate(values)}).encode()]
-    return [msgpack.packb({f"c{at}": value for at, value in enumerate(values)})]
+        return [json.dumps({f"c{index}": value for index, value in enumerate(values)}).encode()]
+    return [msgpack.packb({f"c{index}": value for index, value in enumerate(values)})]
 
 
 def unpack(data_format: str, data: bytes) -> None:
     """Unpack a payload into columns, once strictly, and once with nulls for invalid values."""
     rows = pa.array([data], pa.binary())
-    fields = [pa.field(f"c{at}", kind) for at, kind in enumerate(SPARK_KINDS)]
+    fields = [pa.field(f"c{index}", kind) for index, kind in enumerate(SPARK_KINDS)]
     whole = Unpacker(fields, data_format)
     whole.readable_columns(rows)
     for field in fields:

@@ -58,10 +58,10 @@ def log_of(client: WaltzClient, partition: int) -> tuple[np.ndarray, list[bytes]
     headers, payloads = [], []
     for chunk in client.read_range(partition, 0, last):
         headers.append(np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE))
-        at = 0
+        offset = 0
         for length in chunk.lengths.tolist():
-            payloads.append(bytes(chunk.records[at + 36 : at + length - 4]))
-            at += length
+            payloads.append(bytes(chunk.records[offset + 36 : offset + length - 4]))
+            offset += length
     return np.concatenate(headers) if headers else np.empty(0, HEADER_DTYPE), payloads
 
 

@@ -98,12 +98,12 @@ def record(parts):
     def schema(names):
         name = f"R{next(names)}"
         fields = [
-            {"name": f"f{at}", "type": make_schema(kind, names)}
-            for at, (kind, _) in enumerate(parts)
+            {"name": f"f{index}", "type": make_schema(kind, names)}
+            for index, (kind, _) in enumerate(parts)
         ]
         return {"type": "record", "name": name, "fields": fields}
 
-    return schema, st.fixed_dictionaries({f"f{at}": part[1] for at, part in enumerate(parts)})
+    return schema, st.fixed_dictionaries({f"f{index}": part[1] for index, part in enumerate(parts)})
 
 
 class Nested:

@@ -271,7 +271,7 @@ def test_an_overview_mentions_each_file_of_its_folder():
 
 def test_files_mentioned_in_texts_exist():
     paths = [Path(name).parts for name in tracked_files() if name.endswith(".py")]
-    endings = {"/".join(parts[at:]) for parts in paths for at in range(len(parts))}
+    endings = {"/".join(parts[start:]) for parts in paths for start in range(len(parts))}
     # Decisions also describe files of earlier versions.
     pages = [
         (name, read_text(name))

@@ -392,7 +392,7 @@ class ReplicaGuarantees:
         )
         if found[: len(wanted)] == wanted:
             return
-        at = 0
+        offset = 0
         for position, record in enumerate(self._state.history.records[first : last + 1], first):
             if found[at : at + len(record)] != record:
                 self._state.fail("Fixed", f"{storage.name} has a wrong record {position}")

@@ -390,7 +390,10 @@ class SessionGuarantees:
         last = -2
         for answer, is_registered in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")
-            ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
+            ends = [
+                int.from_bytes(damage[offset : offset + 8], "big")
+                for offset in range(8, len(damage), 16)
+            ]
             if (
                 answer.suspect
                 or answer.last_session < state.session_id

@@ -408,8 +408,8 @@ class _RecordedFile:
 
     def _note_sectors(self, start: int, end: int) -> None:
         for sector in range(start // SECTOR_BYTES, -(-end // SECTOR_BYTES)) if start < end else ():
-            at = sector * SECTOR_BYTES
-            content = bytes(self.visible[at : at + SECTOR_BYTES]).ljust(SECTOR_BYTES, b"\0")
+            offset = sector * SECTOR_BYTES
+            content = bytes(self.visible[offset : offset + SECTOR_BYTES]).ljust(SECTOR_BYTES, b"\0")
             self.sectors.setdefault(sector, []).append(content)
             self.unsure_sectors.discard(sector)
 
@@ -423,9 +423,9 @@ class _RecordedFile:
         before = self.durable
         self.durable = bytearray(self.visible)
         for sector in unsure:
-            at = sector * SECTOR_BYTES
-            size = len(self.durable[at : at + SECTOR_BYTES])
-            self.durable[at : at + size] = before[at : at + size].ljust(size, b"\0")
+            offset = sector * SECTOR_BYTES
+            size = len(self.durable[offset : offset + SECTOR_BYTES])
+            self.durable[offset : offset + size] = before[offset : offset + size].ljust(size, b"\0")
         self.sectors = unsure
         self.sizes.clear()
 
@@ -435,10 +435,10 @@ class _RecordedFile:
         left = bytearray(self.durable[:size])
         left.extend(bytes(size - len(left)))
         for sector, versions in self.sectors.items():
-            at = sector * SECTOR_BYTES
-            which = keep.version(Sector(number, sector), len(versions)) if at < size else 0
+            offset = sector * SECTOR_BYTES
+            which = keep.version(Sector(number, sector), len(versions)) if offset < size else 0
             if which:
-                left[at : at + SECTOR_BYTES] = versions[which - 1][: size - at]
+                left[offset : offset + SECTOR_BYTES] = versions[which - 1][: size - offset]
         return bytes(left)
 
 

@@ -159,8 +159,8 @@ class SharedSparkFollowedLog:
         read = SharedRead(tasks, parse_read(options), self._tables, [dict(each) for each in starts])
         self._parts = numbers.mapInArrow(read, read.schema()).persist()
         changes_by_table = []
-        for at, table in enumerate(self._tables):
-            changes = self._parts.where(f"t{at} IS NOT NULL").select(f"t{at}.*")
+        for index, table in enumerate(self._tables):
+            changes = self._parts.where(f"t{index} IS NOT NULL").select(f"t{index}.*")
             changes_by_table.append(
                 combine_task_changes(changes, table.rules.key) if len(tasks) > 1 else changes
             )
@@ -185,7 +185,7 @@ class SharedRead:
             changes_schema(table_columns(table.declared_columns, table.rules))
             for table in self.tables
         )
-        return StructType([StructField(f"t{at}", kind) for at, kind in enumerate(kinds)])
+        return StructType([StructField(f"t{index}", kind) for index, kind in enumerate(kinds)])
 
     @without_stack_each
     def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -193,9 +193,9 @@ class SharedRead:
         kinds = arrow_schema(self.schema())
         for batch in numbers:
             for number in batch.column(0).to_pylist():
-                for at, changes in enumerate(self._last_changes(self.tasks[number])):
-                    rows = changes.select(kinds.types[at].names)
-                    yield from _as_structs(rows, at, kinds)
+                for index, changes in enumerate(self._last_changes(self.tasks[number])):
+                    rows = changes.select(kinds.types[index].names)
+                    yield from _as_structs(rows, index, kinds)
 
     def _last_changes(self, task: ReadTask) -> list[ArrowTable]:
         """Return, for each table, the last changes in the transactions of a task."""
@@ -210,16 +210,18 @@ class SharedRead:
         source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
         span = TransactionRange(task.partition, task.first, task.last)
         for part in combine_batches(read_log_batches(source, span, self.options, list(columns))):
-            for at, (table, converter) in enumerate(zip(self.tables, converters, strict=True)):
-                after = self.starts[at][task.partition]
+            for index, (table, converter) in enumerate(zip(self.tables, converters, strict=True)):
+                after = self.starts[index][task.partition]
                 with errors_of_table(table.name):
                     rows = [
                         converter.convert(select_transactions(batch, after, table.headers))
                         for batch in part.to_batches()
                     ]
-                    readable = decrypted_rows(rows, kinds[at].names)
-                    decoded = pa.Table.from_batches(readable, schema=kinds[at])
-                    changes_by_table[at] = add_changes(changes_by_table[at], decoded, table.rules)
+                    readable = decrypted_rows(rows, kinds[index].names)
+                    decoded = pa.Table.from_batches(readable, schema=kinds[index])
+                    changes_by_table[index] = add_changes(
+                        changes_by_table[index], decoded, table.rules
+                    )
         return changes_by_table
 
 

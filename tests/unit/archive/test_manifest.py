@@ -106,9 +106,9 @@ def test_the_first_available_id_never_decreases():
 def test_a_changed_byte_is_found():
     data = manifest_with_objects(3).to_bytes()
     rng = Random(1)
-    for at in rng.sample(range(len(data)), 100):
+    for offset in rng.sample(range(len(data)), 100):
         changed = bytearray(data)
-        changed[at] ^= 1 << rng.randrange(8)
+        changed[offset] ^= 1 << rng.randrange(8)
         with pytest.raises((BadFormat, ChecksumMismatch), match="manifest m"):
             Manifest.from_bytes(bytes(changed), "m")
 

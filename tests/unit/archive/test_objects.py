@@ -51,7 +51,7 @@ def test_any_parquet_reader_can_read_the_rows():
 def test_row_groups_can_be_skipped_by_id_time_and_header():
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     metadata = pq.ParquetFile(io.BytesIO(encode_object(records, lineage))).metadata
-    names = {name: at for at, name in enumerate(metadata.schema.names)}
+    names = {name: index for index, name in enumerate(metadata.schema.names)}
     for name in ("transaction_id", "header", "commit_time"):
         assert metadata.row_group(1).column(names[name]).statistics.has_min_max, name
     assert metadata.row_group(1).column(names["transaction_id"]).statistics.min == FIRST_ID + 10
@@ -62,9 +62,9 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_object():
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     whole = encode_object(records, lineage)
     rng, found = Random(4), 0
-    for at in rng.sample(range(len(whole)), 100):
+    for offset in rng.sample(range(len(whole)), 100):
         data = bytearray(whole)
-        data[at] ^= 1 << rng.randrange(8)
+        data[offset] ^= 1 << rng.randrange(8)
         try:
             reopened = open_object(bytes(data))
             assert list(reopened.verify()) == lineage

@@ -181,9 +181,9 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_range(store):
     path = path_of(store, OBJECT_NAME)
     whole = path.read_bytes()
     rng, found = Random(5), []
-    for at in rng.sample(range(len(whole)), 40):
+    for offset in rng.sample(range(len(whole)), 40):
         data = bytearray(whole)
-        data[at] ^= 1 << rng.randrange(8)
+        data[offset] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
         with closing(ArchiveCache(UNLIMITED_BYTES)) as cache:
             try:

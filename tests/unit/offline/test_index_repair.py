@@ -117,9 +117,10 @@ def test_impossible_entries_are_replaced_by_the_start_of_the_damage(disk):
     disk.remove(INDEX)
     assert repair_index(disk, SEGMENT, dry_run=False).kept_count == kept
     rebuilt = [
-        int.from_bytes(disk.visible_content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)
+        int.from_bytes(disk.visible_content(INDEX)[offset : offset + 8], "big")
+        for offset in range(128, 232, 8)
     ]
-    old = [int.from_bytes(good[at : at + 8], "big") for at in range(128, 232, 8)]
+    old = [int.from_bytes(good[offset : offset + 8], "big") for offset in range(128, 232, 8)]
     differ = [position for position in range(13) if rebuilt[position] != old[position]]
     assert len(differ) == kept - 1
     assert {rebuilt[position] for position in differ} == {old[differ[0] - 1]}

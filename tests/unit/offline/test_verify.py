@@ -267,7 +267,7 @@ def test_the_chain_detects_records_of_another_history(tmp_path, storage):
 def write_slot(storage, **changes):
     """Change fields of the current slot; return the earlier slot."""
     data = (storage / SLOTS).read_bytes()
-    both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
+    both = [Slot.decode(data[offset : offset + 512]) for offset in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)
     position = 4096 * ((current.sequence + 1) % 2)
     overwrite_bytes(storage / SLOTS, position, replace(current, **changes).encode())

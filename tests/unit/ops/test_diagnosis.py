@@ -541,7 +541,8 @@ def test_a_lost_quorum_is_reported_for_every_cause(case):
 
 def test_no_command_stops_a_healthy_storage_to_restore_a_quorum(case):
     members = [
-        MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
+        MemberFacts(f"storage-{index}", each, "up", 77 + index)
+        for index, each in enumerate((A, B, C))
     ]
     case.local(*members)
     case.server(1, served_partitions={0: False})

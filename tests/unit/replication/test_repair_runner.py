@@ -146,7 +146,7 @@ def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
     disk, chain, forged = world.storages[A].disk, GENESIS_CHAIN, []
     for entry in disk.entries[:-1]:
         line = entry.lineage
-        records = tuple(make_record(line.first + at, 99) for at in range(2))
+        records = tuple(make_record(line.first + number, 99) for number in range(2))
         chain = next_chain(chain, line.first, line.last, 0, crcs_of(records))
         forged.append(Entry(line._replace(chain=chain), records))
     disk.entries[:-1] = forged

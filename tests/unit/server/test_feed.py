@@ -257,8 +257,8 @@ def filtered_frames(outcomes: list[object]) -> list[tuple[int, int, list[int], b
             each.first,
             each.count,
             [
-                int.from_bytes(each.headers[at : at + 20], "big")
-                for at in range(0, len(each.headers), 20)
+                int.from_bytes(each.headers[offset : offset + 20], "big")
+                for offset in range(0, len(each.headers), 20)
             ],
             bytes(each.picked),
         )

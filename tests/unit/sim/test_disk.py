@@ -60,7 +60,9 @@ def test_any_subset_of_whole_sectors_can_remain():
         disk.open(PATH).pwrite([b"b" * 4 * SECTOR_BYTES], 0)
         disk.lose_power(Survival.ANY_SECTORS, Random(seed))
         left = disk.visible_content(PATH)
-        pieces = [left[at : at + SECTOR_BYTES] for at in range(0, len(left), SECTOR_BYTES)]
+        pieces = [
+            left[offset : offset + SECTOR_BYTES] for offset in range(0, len(left), SECTOR_BYTES)
+        ]
         assert all(piece in {b"a" * SECTOR_BYTES, b"b" * SECTOR_BYTES} for piece in pieces)
         patterns.add(b"".join(piece[:1] for piece in pieces))
     assert len(patterns) == 16

@@ -179,10 +179,10 @@ def test_lost_blocks_are_overwritten_in_parts(pieces):
     first, last = SEGMENT_HEADER_BYTES + RECORD_BYTES * 21, SEGMENT_HEADER_BYTES + RECORD_BYTES * 40
     log.disk.make_unreadable(log.path, first + 30, last - 30)
     damaged = (IdRange(21, 39),)
-    at = 21
+    first_id = 21
     for end in pieces:
-        damaged = log.fill(at, end, slot=Slot(2, damaged=damaged))
-        at = end + 1
+        damaged = log.fill(first_id, end, slot=Slot(2, damaged=damaged))
+        first_id = end + 1
     outside_range = [one for one in damaged if one.last < 21 or one.first > 39]
     assert len(outside_range) == len(damaged), "no repaired record is damaged"
     for one in outside_range:  # the record shared a block with them

@@ -595,13 +595,13 @@ def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
     """The page cache has the file in folios, which may be larger than a piece."""
     file, written, piece = RealDisk().open(tmp_path / "f", create=True), 2 * MIB, MIB // 4
     size = 3 * written
-    for at in range(100, size, written):
-        file.pwrite([os.urandom(written)], at)
+    for offset in range(100, size, written):
+        file.pwrite([os.urandom(written)], offset)
         file.sync()
     before = bytes_read()
-    for at in (0, *range(144, size, piece)):  # like the pieces of a segment, after its header
-        file.drop_cached(at, piece)
-        file.pread(piece, at)
+    for offset in (0, *range(144, size, piece)):  # like the pieces of a segment, after its header
+        file.drop_cached(offset, piece)
+        file.pread(piece, offset)
     from_disk = bytes_read() - before
     file.drop_cached(0, 2 * size)
     in_memory = pages_in_memory(tmp_path / "f")

@@ -25,7 +25,7 @@ def released_ranges(tail, *writes):
 
 
 def pieces(size, *, start=0, step=MIB):
-    return [(at, step) for at in range(start, start + size, step)]
+    return [(offset, step) for offset in range(start, start + size, step)]
 
 
 def test_old_pages_are_released_in_steps_and_the_newest_are_kept():

@@ -157,11 +157,11 @@ class World:
         if self.log.max_id < 0:
             return b""
         parts = []
-        at = 0
-        while at <= self.log.max_id:
-            read = self.log.read_range(at, self.log.max_id, 1000, whole_batches=False)
+        next_id = 0
+        while next_id <= self.log.max_id:
+            read = self.log.read_range(next_id, self.log.max_id, 1000, whole_batches=False)
             parts.append(read.records)
-            at += len(read.lengths)
+            next_id += len(read.lengths)
         return b"".join(parts)
 
 

@@ -81,9 +81,11 @@ def test_each_step_is_durable_before_the_next(disk, control, intent):
     removal.wipe(disk, HOME, control, intent)
     steps = disk.trace[trace_start:]
     synced = [position for position, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
-    logs = [at for at, step in enumerate(steps) if step.startswith("unlink 0")]
-    slots = [at for at, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}]
-    (gone,) = (at for at, step in enumerate(steps) if step == f"unlink {WIPE_NAME}")
+    logs = [index for index, step in enumerate(steps) if step.startswith("unlink 0")]
+    slots = [
+        index for index, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}
+    ]
+    (gone,) = (index for index, step in enumerate(steps) if step == f"unlink {WIPE_NAME}")
     assert len(logs) == 6
     assert slots
     for before, after in ((max(logs), slots[-1]), (slots[-1], gone), (gone, len(steps))):

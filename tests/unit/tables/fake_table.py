@@ -66,7 +66,8 @@ class OpenTable:
         newest = self.stored[-1]
         version = newest.versions.get(follower.application)
         commits = [
-            DeltaCommit(at, each.operation, each.metadata) for at, each in enumerate(self.stored)
+            DeltaCommit(index, each.operation, each.metadata)
+            for index, each in enumerate(self.stored)
         ][::-1]
         if commit := find_newest_commit(follower, commits, is_complete=True):
             metadata, others = commit

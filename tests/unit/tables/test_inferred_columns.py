@@ -130,7 +130,7 @@ class FoundLog:
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[pa.Table]:
         start = starts[0][0] + 1
         rows = log_rows(*self._payloads[start : ends[0] + 1], first=start)
-        parts = [rows.slice(at, 2) for at in range(0, rows.num_rows, 2)]
+        parts = [rows.slice(offset, 2) for offset in range(0, rows.num_rows, 2)]
         return [compute_changes_inferring_columns(parts, self.rules, self._table.columns(), "json")]
 
     def wait(self) -> None:

@@ -58,8 +58,13 @@ class ArrowLog:
 
     def of(self, starts: dict[int, int], ends: dict[int, int]) -> pa.Table:
         found = [
-            {"partition": 0, "transaction_id": at, "id": self.rows[at][0], "text": self.rows[at][1]}
-            for at in range(starts[0] + 1, ends[0] + 1)
+            {
+                "partition": 0,
+                "transaction_id": row_id,
+                "id": self.rows[row_id][0],
+                "text": self.rows[row_id][1],
+            }
+            for row_id in range(starts[0] + 1, ends[0] + 1)
         ]
         # In two parts, as in a long batch.
         parts = [pa.RecordBatch.from_pylist(each, READ) for each in (found[:1], found[1:])]
@@ -130,7 +135,7 @@ def content(uri: str) -> list[tuple]:
 
 
 def replayed(rows: list[tuple]) -> list[tuple]:
-    return [(at, *row) for at, row in enumerate(rows)]
+    return [(index, *row) for index, row in enumerate(rows)]
 
 
 def test_each_batch_is_a_directory_with_its_marks(uri: str):
@@ -351,8 +356,8 @@ def test_columns_are_found_in_payloads(tmp_path: Path):
     table.create(START)
     assert table.columns() == pa.schema([])
     payloads = [b'{"id": 1}', b'{"id": 2, "new": {"x": 1}}']
-    for at, payload in enumerate(payloads):
-        row = {"partition": [0], "transaction_id": [at], "header": [0], "data": [payload]}
+    for index, payload in enumerate(payloads):
+        row = {"partition": [0], "transaction_id": [index], "header": [0], "data": [payload]}
         log = pa.table(
             row,
             pa.schema(
@@ -361,7 +366,7 @@ def test_columns_are_found_in_payloads(tmp_path: Path):
         )
         rows = with_inferred_columns(log, table.columns(), "json")
         changes = reduce_batches(rows.to_batches(), RULES, rows.schema)
-        assert table.apply(changes, START._replace(marks={0: at}))
+        assert table.apply(changes, START._replace(marks={0: index}))
         table.marks(START)
     assert open_table(str(tmp_path), None).columns().names == ["id", "new"]
 

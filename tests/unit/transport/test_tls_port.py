@@ -81,8 +81,8 @@ async def send_and_return(files):
     ):
         for message in SENT:
             link.send(message)
-        for at in range(0, len(SMALL), 50):
-            link.send_all(SMALL[at : at + 50])
+        for offset in range(0, len(SMALL), 50):
+            link.send_all(SMALL[offset : offset + 50])
             await link.wait_drained()
         await poll_until(lambda: len(peer.messages) == len(SENT) + len(SMALL))
         for message in SENT:

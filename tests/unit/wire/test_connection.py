@@ -211,8 +211,8 @@ def test_frames_of_all_sizes_are_decoded_from_any_split(step):
         stream = stream[:300]  # tests splits within headers
         messages = []
     received = []
-    for at in range(0, len(stream), step):
-        received += listener.receive(stream[at : at + step])
+    for offset in range(0, len(stream), step):
+        received += listener.receive(stream[offset : offset + step])
     assert messages == [] or received == messages
     assert listener.failure is None
 

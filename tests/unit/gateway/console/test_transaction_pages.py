@@ -323,7 +323,7 @@ def test_forward_and_backward_pages_have_each_match_once(monkeypatch, seed):
         for start in range(0, len(rows), 100):
             await write(client, rows[start : start + 100])
         for headers in ((), (7,)):
-            expected = [at for at, row in enumerate(rows) if not headers or row[0] == 7]
+            expected = [index for index, row in enumerate(rows) if not headers or row[0] == 7]
             count = random.choice([1, 7, 50, 60])
             first, found = 0, []
             while first < len(rows):
