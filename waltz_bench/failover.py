@@ -1,7 +1,7 @@
 """The workloads `failover-*`, `rolling-restart` and `zookeeper-loss`: the longest gap in answers.
 
-They stop and start daemons of a local cluster under load, measure the longest time without an
-answer, and check that no row is lost or duplicated.
+They stop and start daemons of a local cluster under load, and measure the longest time without an
+answer. They also check that no row is lost or duplicated.
 
 Rules:
     1. Every partition has its own writer, which sends a few rows at a time, with a short pause

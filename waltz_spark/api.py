@@ -305,7 +305,7 @@ def _new_temporary_path(spark: SparkSession) -> str:
 class Snapshot:
     """The log up to fixed high-water marks: repeated reads return the same rows.
 
-    If rows are computed from `read()` and written with `high_water_marks`, a row is rejected if,
+    Compute rows from `read()`, and write them with `high_water_marks`. Then a row is rejected if,
     and only if, another transaction has written one of its locks since the snapshot.
     """
 

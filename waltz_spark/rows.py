@@ -171,7 +171,7 @@ def check_nullable(
 ) -> None:
     """Reject a column that is declared NOT NULL, at any nesting level.
 
-    Reads that return nulls need this check, because Spark trusts the declaration: it answers `IS
+    Reads that return nulls need this check, because Spark trusts the declaration. It answers `IS
     NULL` without reading, and reads a null as a zero.
 
     Raises:

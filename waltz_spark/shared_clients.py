@@ -8,8 +8,7 @@ Rules:
     1. While one caller connects to a cluster, only callers for the same cluster wait. So if a
        ZooKeeper does not answer, connections to other clusters are not blocked.
     2. A Spark session may outlive a cluster. If another cluster replaces it at the same connect
-       string, the client of the first cluster is closed, and the next use connects to the new
-       cluster.
+       string, the client of the first cluster is closed. The next use connects to the new cluster.
 """
 
 import atexit

@@ -3,8 +3,8 @@
 Rules:
     1. An event is logged as `_log.info("area.event field=%s", ...)`, or is a
        `Report("area.event", (("field", value),))` of a machine, which its driver logs.
-    2. A function that passes its parameter `name` to a `Report` is a reporter: each of its calls is
-       an event, with the reporter's own fields and the keywords of the call.
+    2. A function that passes its parameter `name` to a `Report` is a reporter. Each call of a
+       reporter is an event. The event has the reporter's own fields, and the keywords of the call.
     3. An event has one level and one meaning. An event of level WARNING or ERROR also has an
        action.
 """

@@ -6,8 +6,8 @@ Rules:
        the whole log.
     2. After a collection each file is listed by a recorded manifest, or is a manifest that was
        replaced less than the grace period ago. `AGED_BY_MS` makes older files old enough.
-    3. The size of local logs is at most the sum of the retention, one segment of each partition,
-       and the records that were appended since the last store sessions began. A new store session
+    3. The size of local logs is limited. The limit is the sum of the retention, one segment of each
+       partition, and the records appended since the last store sessions began. A new store session
        confirms which segments may be removed.
     4. All storages have removed segments of each partition. So the round has tested reads from the
        archive: the archive answered the reads from ID 0.

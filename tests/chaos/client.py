@@ -6,12 +6,13 @@ It runs as a separate process, on a simulated machine, and may be killed at any 
 writes each transaction to its journal before it sends the transaction. If the journal has no
 outcome of a transaction, the outcome is unknown.
 
-It writes as `examples/four_writers.py` does: batches and single transactions under locks, without
-a read of the log; and contexts that read a counter built from the feed and are retried. It also
+It writes like `examples/four_writers.py`. Batches and single transactions have locks, and do not
+read the log first. Contexts read a counter that is built from the feed, and are retried. It also
 requests high-water marks from time to time.
 
-Commands arrive on standard input: "stop" (send no more; it prints "settled" when all outcomes are
-known), then "end MARKS" (as JSON; it prints "fed" when the feed has reached all of them).
+Commands arrive on standard input. After "stop", the process sends no more, and prints "settled"
+when all outcomes are known. Then after "end MARKS" (JSON), it prints "fed" when the feed has
+reached all marks.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A cluster in which each daemon runs on its own simulated machine and address.
 
-`waltz_core.local` runs all members at one address. Here each has its own address with the default
-ports, so that a link between two members can be cut without an effect on other links.
+`waltz_core.local` runs all members at one address. Here each member has its own address with the
+default ports. So a link between two members can be cut without an effect on other links.
 
 Rules:
     1. Every process ends when this process ends, for any reason: Linux kills it (by the signal of

@@ -9,7 +9,7 @@ dense, the log has no conflict, and counters have the right values. The order in
 order of the reports. In addition:
 
     1. A rejection has a cause: another client wrote one of the locks above the mark of the rejected
-       transaction, and had sent that write before the rejection was reported. There is one
+       transaction. That client had sent its write before the rejection was reported. There is one
        exception: a new store session may reject appends that were in flight when it opened, without
        a cause. These rejections may not outnumber the appends in flight.
     2. After each start a client receives the feed from the beginning of the log, each transaction

@@ -10,8 +10,8 @@ replay of the log in plain Python.
 
 Rules:
     1. The victim and the moment of each kill are drawn from the seed. A moment is a delay, or the
-       appearance of a file: the data of a version that is not committed yet, a version, or a
-       version that only adds fields of structs.
+       appearance of a file: data of an uncommitted version, a version, or a version that only adds
+       fields of structs.
     2. A killed process is started again, after a drawn time or at once. Half of the kills wait
        until the table contains all transactions that were in the log at the previous kill. The
        other kills do not wait.

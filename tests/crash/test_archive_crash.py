@@ -4,8 +4,9 @@ At each change by an archiver, an expiry or a collection, each state that a cras
 written to a real directory (`archive_recording.py`).
 
 Rules, of decision 047:
-    1. The archive has all that ZooKeeper refers to: the manifest, its pages and the objects that
-       have not expired, with the chain of the log (AR 3). ZooKeeper is written after each call.
+    1. The archive has all files to which ZooKeeper refers: the manifest, its pages, and the objects
+       that have not expired. Their chain is that of the log (AR 3). ZooKeeper is written after each
+       call.
     2. A file with its final name is complete.
     3. A later session archives the next range and collects; then all files are listed (AR 16).
 """

@@ -4,9 +4,10 @@ Its steps are changes of the archive's directory and writes to ZooKeeper. The se
 files and znodes of the steps before the kill or the loss of power.
 
 Rules:
-    1. The second run has one of three results: it restores the cluster; it reports that the cluster
-       exists, because the first run was complete; or it reports that the operator must first delete
-       remains of the first run.
+    1. The second run has one of three results:
+       - it restores the cluster,
+       - it reports that the cluster exists, because the first run was complete,
+       - it reports that the operator must first delete remains of the first run.
     2. The manifest of a restored cluster, and the pin that keeps its objects, are durable before
        ZooKeeper refers to them.
 """

@@ -64,8 +64,8 @@ FAULTS = (
 )
 
 
-# These faults are slow to test, and other tests cover similar ones: the doctor finds a dead storage
-# like a dead node of ZooKeeper, and the test below starts servers.
+# These faults are slow to test, and similar tests exist. The doctor finds a dead storage like a
+# dead node of ZooKeeper, and the test below starts servers.
 SLOW_FAULTS = ("storage-unavailable", "no-server")
 
 

@@ -57,8 +57,8 @@ def print_measurement(text: str) -> None:
 def servers_view(cluster: LocalCluster) -> ServersView:
     """Read from ZooKeeper the registered processes, and the owners.
 
-    An ensemble that has just elected a leader accepts no session for a while, on a busy machine
-    for longer than a client waits.
+    After the election of a leader, an ensemble accepts no session for a while. On a busy machine,
+    this is longer than a client waits.
     """
 
     async def read() -> ServersView:

@@ -270,8 +270,8 @@ async def proxy(
 ) -> AsyncIterator[tuple[str, list[int]]]:
     """Listen before a ZooKeeper; yield the host, and the numbers of the connections, from 0.
 
-    `fate` gets a connection's number and the bytes that the client sends: the proxy passes them
-    on ("pass"), keeps them without an answer ("keep"), or closes the connection ("close").
+    `fate` gets a connection's number, and the bytes that the client sends. Its result decides: the
+    proxy forwards the bytes ("pass"), never answers ("keep"), or closes the connection ("close").
     """
     arrived: list[int] = []
 

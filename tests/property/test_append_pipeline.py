@@ -1,9 +1,9 @@
 """The append pipeline over a log that loses sessions: every reported outcome is true.
 
-The inputs are random: clients, locks, marks, session losses (with and without another owner in the
-meantime), truncations in the middle of a batch, batches that the pipeline processes in pieces, late
-commits, remounts, closed connections, and proofs that are late or missing. At the end the outcomes
-are compared with the log.
+The inputs are random: clients, locks, marks, batches in pieces, late commits, remounts, closed
+connections, and proofs that are late or missing. Sessions are lost, with or without another owner
+in the meantime, and logs are truncated in the middle of a batch. At the end the outcomes are
+compared with the log.
 """
 
 import random

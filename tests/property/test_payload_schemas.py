@@ -1,8 +1,8 @@
 """Any Avro schema and value round-trips, and fastavro reads the same bytes with its own types.
 
 The strategy draws a schema together with values: all types, nested types, unions and logical types.
-It also tests schema evolution: the columns of a reader get the same values if a schema has another
-order of fields, more or fewer fields, or promoted types.
+The module also tests schema evolution. If a schema has another order of fields, more or fewer
+fields, or promoted types, the columns of a reader get the same values.
 """
 
 import datetime as dt

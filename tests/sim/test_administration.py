@@ -1,7 +1,7 @@
 """An operator takes replicas offline, marks them suspect, re-seeds and removes them under faults.
 
-No command that a storage accepts loses acknowledged data: the checkers of the simulator verify
-this, and at the end all replicas are complete. `WALTZ_ADMIN_SEEDS` adds more seeds.
+No command that a storage accepts loses acknowledged data. The checkers of the simulator verify
+this. At the end, all replicas are complete. `WALTZ_ADMIN_SEEDS` adds more seeds.
 """
 
 import os

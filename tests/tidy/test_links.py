@@ -1,7 +1,7 @@
 """Every link of the documentation has a target; URLs are well-formed.
 
-The pages, the Markdown cells of the notebooks and the docstrings are parsed, so that links in code
-blocks do not count and reference-style links do. Nothing is fetched from the network.
+The pages, the Markdown cells of the notebooks and the docstrings are parsed. So links in code
+blocks are ignored, and reference-style links are found. Nothing is fetched from the network.
 """
 
 import ast

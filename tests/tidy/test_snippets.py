@@ -1,11 +1,15 @@
 """Every fenced block of a page is checked, by the language that it names.
 
-Blocks that run elsewhere: the Python of docs/client.md in tests/integration/test_client_docs.py,
-its SQL in tests/fault/test_sql_instances.py,
-the commands of docs/security.md in tests/fault/test_security_page.py, the Python
-of README.md and docs/spark.md in tests/spark/test_spark_docs.py, of docs/payload-schemas.md in
-tests/spark/test_payload_schemas.py, the SQL of docs/spark.md in
-tests/spark/test_sql.py. test_commands_page.py checks the commands `waltz-core` in all blocks.
+Other tests run some blocks:
+
+    docs/client.md, Python           tests/integration/test_client_docs.py
+    docs/client.md, SQL              tests/fault/test_sql_instances.py
+    docs/security.md, commands       tests/fault/test_security_page.py
+    README.md, docs/spark.md, Python tests/spark/test_spark_docs.py
+    docs/spark.md, SQL               tests/spark/test_sql.py
+    docs/payload-schemas.md, Python  tests/spark/test_payload_schemas.py
+
+`test_commands_page.py` checks the commands `waltz-core` in all blocks.
 """
 
 import ast

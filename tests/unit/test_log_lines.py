@@ -112,8 +112,8 @@ def test_the_setting_changes_the_outputs_of_the_root_logger(
     monkeypatch: pytest.MonkeyPatch, name: str, first: str
 ):
     output = logging.StreamHandler()
-    # NB: not in a fixture: pytest adds outputs of its own before each phase of a test, and other
-    # tests read them as text.
+    # This is not in a fixture, because pytest adds its own outputs before each phase of a test, and
+    # other tests read these outputs as text.
     monkeypatch.setattr(logging.getLogger(), "handlers", [output])
     set_log_format(name)
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, "x.y a=%s", (1,), None)

@@ -258,9 +258,9 @@ class DisasterRecovery:
     def _has_all_acknowledged(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        This is the case if a quorum of replicas without losses has answered: no older session can
-        acknowledge any longer, and each acknowledged transaction is in one of these replicas' logs.
-        A repeated command needs no quorum: the first run has checked it, and since then ZooKeeper
+        This is the case if a quorum of replicas without losses has answered. Then no older session
+        can acknowledge any longer, and these replicas have all acknowledged transactions. A
+        repeated command needs no quorum: the first run has checked it, and since then ZooKeeper
         names only the accepted replica.
         """
         cluster, accepted = self._cluster, self._accepted

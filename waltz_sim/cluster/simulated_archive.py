@@ -4,8 +4,8 @@ It replaces `archive/store.py` and `archive/upload.py`, which block. Here every 
 virtual time. A request may fail, may be carried out without an answer, or may be carried out much
 later, even after its sender has died.
 
-An object is not a Parquet file: encoding a Parquet file takes longer than all other work of a
-schedule, and the guarantees do not depend on it. An object has the records of its batches, and
+An object is not a Parquet file, because encoding one takes longer than all other work of a
+schedule. The guarantees do not depend on this format. An object has the records of its batches, and
 their lineage. Manifests have the same bytes as in production.
 
 Rules:
@@ -13,15 +13,15 @@ Rules:
        was carried out.
     2. No file is overwritten (AR 2 of decision 047), and no file is lost unless it is deleted. A
        fault may change or lose a file, until an operator restores the file.
-    3. An upload does the same as `archive/upload.py`, in the same order: it reads the present
-       manifest, writes the object, reads it back, writes the new manifest, and reads it back.
+    3. An upload takes the same steps as `archive/upload.py`: it reads the present manifest, writes
+       the object, and reads it back. Then it writes the new manifest, and reads it back.
     4. A process has at most one upload. If the process dies, the requests that it has sent may
        still take effect.
     5. A garbage collection is that of production. It lists the files at one moment, perhaps late.
        Each file is deleted later, even after the process has died.
     6. An expiry does the same as `archive/upload.py`, in the same order.
-    7. Replaced manifests and expired objects are kept for a shorter time than in production: the
-       store and expiries measure their age with a fast clock (`_fast_clock_ms`).
+    7. Replaced manifests and expired objects are kept for a shorter time than in production. For
+       this, a fast clock (`_fast_clock_ms`) measures their age.
 """
 
 from collections.abc import Callable, Generator, Sequence

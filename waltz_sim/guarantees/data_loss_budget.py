@@ -15,8 +15,8 @@ Rules:
        detect this loss. It is allowed only if a quorum of other replicas is engaged, and all of
        them hold everything that this replica holds (docs/design/correctness.md 2.4, rows 2 and 8).
        Even if one of these replicas is away, the others outvote this replica.
-    3. A replica that has lost data is trusted again when a later session has engaged it, and when a
-       copy of its disk has been read completely without damage.
+    3. A replica that has lost data is trusted again under two conditions: a later session has
+       engaged it, and a complete read of a copy of its disk has found no damage.
     4. ZooKeeper's data is the last record of the expected content of the disks. So this data may
        not change after a disk has lost data, and no disk may lose data after such a change.
     5. Without a budget (`Setup.is_unbounded`), losses of the first kind may happen at any time.

@@ -4,8 +4,9 @@ The checks read disks and the answers of storages. They do not depend on how a s
 these answers.
 
 Rules:
-    1. If a storage has answered that rows are synced, the rows are on its disk until a later
-       session truncates them, or until a fault restores an older disk (`on_disk_rolled_back`).
+    1. If a storage has answered that rows are synced, the rows stay on its disk. Only a truncation
+       by a later session, or a fault that restores an older disk (`on_disk_rolled_back`), removes
+       them.
     2. Records are compared byte by byte with the reference history. The checks trust no checksum
        and no hash chain.
     3. The checks never read through a log object, because this could fail or repair data, and would

@@ -8,9 +8,9 @@ Rules:
     1. The content of ZooKeeper is known from the writes that ZooKeeper has applied (`wrote`).
     2. A replica is fenced when its disk has promised the session, whether or not any server has
        received the answer.
-    3. The checks compute the expected decision once: when the owner reports its decision, or when
-       it sends the first message that changes a replica, whichever is first. All later messages
-       must agree with this decision.
+    3. The checks compute the expected decision once. They do this when the owner reports its
+       decision, or earlier, when it sends the first message that changes a replica. All later
+       messages must agree with this decision.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,15 +8,14 @@ Rules:
        of the link, once. An end that has closed receives nothing.
     3. A break reaches both ends, each after a delay. Messages in transit may still arrive at the
        far end, like a request that was received but not yet read.
-    4. If an end sends a message in a blocked direction, or closes, the message or the close is
-       lost, and the link becomes mute: it drops all later messages. Both ends detect this only by
-       keep-alives, much later.
+    4. A message or a close in a blocked direction is lost. From then on, the link is mute: it drops
+       all messages. Both ends detect this only by keep-alives, much later.
     5. In a world with bytes every message is encoded and decoded, so it shares no memory with its
        sender.
-    6. A dialler's messages may arrive after it has dropped the link, because a slow network has
-       delayed them, or because they were unread in the socket of the far end. Meanwhile the dialler
-       opens a new link, and may receive answers on it. Later the far end receives the remaining
-       messages of the old link, in order, and then its end.
+    6. A dialler's messages may arrive after it has dropped the link. The network may have delayed
+       them, or they were unread in the socket of the far end. Meanwhile the dialler opens a new
+       link, and may receive answers on it. Later the far end receives the remaining messages of the
+       old link, in order, and then its end.
 """
 
 from functools import partial

@@ -157,15 +157,16 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             read once for all of them. Each table has its own commits and marks; the result has them
             by table.
         follower: the name of the follower in the commits of the table.
-        start: the start of a new table: by partition, the mark before the first transaction; or a
-            commit time (in UTC if it has no time zone). Default: the first available transaction.
+        start: the start of a new table. It is a commit time (in UTC if it has no time zone), or a
+            mapping with the mark before the first transaction of each partition. Default: the first
+            available transaction.
         until: the end of the call. "now" is the end of the log at the time of the call. A mapping
             has a mark for each partition; the call also ends at the end of the log if it is before
             these marks. Default: the function returns only with an error.
         batch_transactions: the maximum number of transactions in a commit.
         interval_s: seconds between requests for new transactions.
-        on_progress: a function that is called with two numbers of transactions: those that this
-            call has applied, and those that it has to apply, as far as it knows.
+        on_progress: a function that is called with two numbers: the transactions that this call has
+            applied, and the transactions that it has to apply, as known at this time.
         options: options of the format: `dataFormat` (msgpack by default), `schemaRegistry`,
             `schemaRegistryAuthFile`, `encryptionKeys`, `requireEncryption`, `readFrom`, `archive`,
             `group`, `minPartitions`, `maxTransactionsPerTask`.

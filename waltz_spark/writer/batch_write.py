@@ -109,8 +109,8 @@ def _create_job(client: WaltzClient, options: WriteOptions, write: str | None) -
             "not support exactly-once writes. Hint: use exactlyOnce=false."
         )
     check_client_marks(options.marks, client.partition_count)
-    # The marks are resolved once for the whole job: a row without its own mark counts as computed
-    # from the log as of the start of the job.
+    # The marks are resolved once for the whole job. A row without its own mark gets the mark of the
+    # log at the start of the job.
     client_marks = client.high_water_marks(options.partitions)
     marks = {int(partition): int(mark) for partition, mark in client_marks.items()}
     return WriteJob(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)

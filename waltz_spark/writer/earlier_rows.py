@@ -7,9 +7,8 @@ Rules (docs/spark.md, "Exactly once"):
        earlier attempt of this task can append, so the result stays valid.
     2. Rows are compared with records by partition, and by header and data (or `identityColumns`).
        The order does not matter, because an attempt may have the rows in another order. A row with
-       a round-robin partition matches in any partition. If rows differ only in locks or mark, and
-       the log has a record that matches them, the write fails: the record could belong to any of
-       these rows.
+       a round-robin partition matches in any partition. If several rows differ only in locks or
+       mark, a record in the log could belong to any of them. So the write fails.
     3. If no row matches a record, the input has changed, so the write fails.
     4. If a row of this task matches a record that another task of an earlier run has appended, the
        write fails. The row may be in the log already, because the earlier run has split the input

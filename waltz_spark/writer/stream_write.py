@@ -12,7 +12,7 @@ Rules (docs/spark.md, "Exactly once"):
        write is done, and append nothing. If the rows differ, the query fails, because otherwise the
        newly computed rows would be lost without notice.
     3. The commit also removes the write of the previous batch, because Spark has recorded that
-       batch. The write of the last batch is kept for a year after its end: while it exists, no task
+       batch. The write of the last batch is kept for a year after its end. While it exists, no task
        of an earlier batch can begin.
 """
 
