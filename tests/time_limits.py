@@ -4,7 +4,7 @@ import os
 
 from waltz_core.config import ClientConfig
 
-# After this time, a condition is assumed never to hold, and a process is assumed to hang.
+# After this time, a test assumes that a condition will never hold, or that a process hangs.
 TEST_TIMEOUT_S = 600
 # A client with this time limit for its requests and its start.
 PATIENT_CLIENT = ClientConfig(

@@ -167,7 +167,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
     assert parent is not None
-    if not parent.is_alive():  # It exited before the request, so no signal follows.
+    if not parent.is_alive():  # The parent exited before the request, so no signal follows.
         sys.exit(1)
 
 

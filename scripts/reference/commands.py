@@ -11,7 +11,7 @@ from waltz_core.cli.main import COMMAND_GROUPS, PROGRAM_NAME, program
 from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 WIDTH = 100
-# Their options are the settings of a kind.
+# Commands whose options are the settings of a kind of process.
 DAEMONS = {"storage run": "storage", "server run": "server", "gateway run": "gateway"}
 DEFAULT = re.compile(r" *\[default: ([^]]*)\]| *\[(required)\]")
 

@@ -775,7 +775,7 @@ SCENARIOS = (
     removed_segments,
     reset,
 )
-# Their logs begin above 0, which Waltz 0.13 cannot read.
+# Scenarios whose logs begin above 0, which Waltz 0.13 cannot read.
 STARTS = (removed_segments, reset)
 # Administrative changes of a partition. They have no mutants: an omitted sync has an effect only
 # when a removed partition is assigned again (tests/crash/test_storage_administration).

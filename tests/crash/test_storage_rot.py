@@ -185,7 +185,7 @@ def check_result(world, files, spoiled_path):
 
 @pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 24))
 def test_confirmed_records_are_never_truncated_silently(first):
-    """One corruption, at the start after an unclean stop."""
+    """One file is corrupted when the storage starts after an unclean stop."""
     ended = Counter()
     for seed in range(first, first + 24):
         world = world_with_failures(seed)

@@ -70,7 +70,7 @@ class SumCallbacks(SqlCallbacks):
 
 
 class BatchSumCallbacks(SumCallbacks):
-    """As `SumCallbacks`, with one statement for a batch."""
+    """Like `SumCallbacks`, but with one statement for a batch."""
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
         """Add all."""

@@ -125,7 +125,7 @@ def damage(cluster: LocalCluster) -> None:
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         for future in [client.append(b"x" * 1000, partition=0) for _ in range(20)]:
             future.result(TEST_TIMEOUT_S)
-    # Otherwise no quorum of the replicas is trusted without the third one.
+    # A quorum of the replicas must be trusted without the third replica.
     wait_until("all replicas are engaged", lambda: not partitions_not_engaged(cluster))
     cluster.kill("storage-3")
     for name in ("storage-1", "storage-2"):

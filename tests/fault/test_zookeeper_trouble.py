@@ -219,8 +219,8 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
         load.await_commits()
         ended_s = time.monotonic()
         assert load.failure_reasons[failures_before:] == []
-        # Also no partition moves after the sessions that no process has resumed have expired. No
-        # event shows this, so the test waits.
+        # Sessions that no process has resumed expire. Then no partition may move either. No event
+        # shows this, so the test waits.
         wait_until(
             "commits for the time of two sessions",
             lambda: time.monotonic() > ended_s + 2 * SESSION_MS / 1000,

@@ -83,7 +83,7 @@ _stoppers: list[_ThreadStopper] = []
 def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
     """Stop the threads until the process is killed; skips if that is not allowed.
 
-    `is_answering` requests an answer of the first thread that needs no other thread.
+    `is_answering` requests an answer that the first thread can give without other threads.
     """
     if not Path(f"/proc/{pid}/task").is_dir():
         pytest.skip("only Linux stops single threads")

@@ -34,7 +34,8 @@ from waltz_core.wire.messages import Hello, Message, RangeRaw, ReplicasRequest, 
 
 COUNT = 1_000
 TENANTS_COUNT = 40
-# A thousand handshakes and buffers; the frames that the peers state have more than 2 GiB.
+# The limit for a thousand handshakes and buffers. The frames that peers announce have more than 2
+# GiB.
 GROWTH_BYTES_MAX = 160 * 1024 * 1024
 STATED_BYTES = 16 * 1024 * 1024 - 7
 # port -> daemon, a request that is answered, and the principal that may send it.

@@ -358,7 +358,7 @@ def test_a_revoked_grant_ends_appends_and_feeds(access: ClusterAccess):
         writer.append(b"before", partition=PERMITTED_PARTITION).result()
         wait_until("the feed delivers", lambda: b"before" in callbacks.applied)
         access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[:1]))
-        # One that was sent before the client noticed the end of its connection may have been lost.
+        # An append that was sent before the client noticed the broken connection may be lost.
         with pytest.raises((PermissionDenied, OutcomeUnknown)):
             writer.append(b"after", partition=PERMITTED_PARTITION).result()
         with pytest.raises(PermissionDenied):
@@ -583,7 +583,7 @@ def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Cl
             key: token for key, token in PERMISSIONS.tokens.items() if token.principal != "writer"
         }
         access.write(dataclasses.replace(PERMISSIONS, tokens=others))
-        # One that was sent before the client noticed the end of its connection may have been lost.
+        # An append that was sent before the client noticed the broken connection may be lost.
         with suppress(OutcomeUnknown):
             client.append(b"after", partition=PERMITTED_PARTITION).result()
         client.append(b"after that", partition=PERMITTED_PARTITION).result()

@@ -67,7 +67,7 @@ def test_a_scan_of_all_partitions_has_every_transaction(client: WaltzClient):
         for part in range(2)
         for index in range(ROWS // 2)
     ]
-    # 30 MB were read; a chunk has 4 MiB, and its batch the same payloads, decoded.
+    # 30 MB were read. A chunk has 4 MiB, and its batch has the same payloads, decoded.
     assert most < 16 * 1024 * 1024
 
 

@@ -246,7 +246,8 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
 def torn_record_accepted() -> Patches:
     """After a crash the records are not checked against their checksums."""
     yield replaced(record_search, "first_bad_record", do_nothing)
-    # Otherwise the check of the batch would detect the torn record, and truncate the batch.
+    # Without this patch, the check of the batch would detect the torn record, and truncate the
+    # batch.
     yield replaced(segments, "first_invalid_record", do_nothing)
 
 

@@ -121,7 +121,7 @@ def counted_once(rows: list[bytes]) -> Counter[bytes]:
 
 
 def test_a_run_with_other_partitions_appends_nothing(write: Write) -> None:
-    """Otherwise it would not read back the rows of the first run in partitions 2 and 3."""
+    """The run would not read back the rows of the first run in partitions 2 and 3."""
     rows, job = rows_of(0, 20), write.job()
     job.write_task(batches_of(rows), 0, 0)
     other = Write(write.connect, write.name, partitions="0,1")

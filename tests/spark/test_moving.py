@@ -1,4 +1,4 @@
-"""Servers and storages stop while Spark reads: it returns the rows of the log, and no task fails.
+"""Servers and storages stop while Spark reads: Spark returns all rows, and no task fails.
 
 The session is `local[2]`, where one failed task ends the job. So a successful job had no failed
 task.

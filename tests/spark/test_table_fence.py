@@ -54,7 +54,7 @@ def marks_up_to(*marks: int) -> TableMarks:
 def test_a_table_accepts_one_of_two_commits_prepared_on_the_same_marks(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Also if the later commit has marks with more transactions, in other partitions."""
+    """The later commit is rejected even if it has more transactions, in other partitions."""
     first, second = (open_table(spark, tmp_path / "table") for _ in range(2))
     assert first.marks(NAME) is None
     first.create(NAME)
@@ -107,7 +107,7 @@ def test_a_table_without_marks_accepts_only_one_first_commit(
 def test_another_commit_between_a_read_and_a_merge_is_found(
     spark: SparkSession, tmp_path: Path, other: str
 ) -> None:
-    """Also by the next process, and before commits that change no row."""
+    """The next process finds it, too, even before commits that change no row."""
     first, second = (open_table(spark, tmp_path / "table") for _ in range(2))
     first.create(NAME)
     first.finish()

@@ -461,7 +461,7 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
 def test_structs_that_gain_fields_keep_their_values(
     iceberg_session: SparkSession, connect: str, tmp_path: Path, table_format: str
 ) -> None:
-    """Also in lists. The user adds the fields, because `follow` changes no declared type."""
+    """The structs may be in lists. The user adds the fields: `follow` changes no declared type."""
     table = f"{CATALOG_NAME}.shop.structs" if table_format == "iceberg" else str(tmp_path / "table")
     name = table if table_format == "iceberg" else f"delta.`{table}`"
 

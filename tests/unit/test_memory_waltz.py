@@ -172,11 +172,11 @@ def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memor
 def test_callbacks_of_the_other_client_class_are_rejected(waltz_memory):
     class SyncWithAsyncMethod(Callbacks):
         async def apply_transaction(self, transaction):
-            """It is not awaited."""
+            """Do nothing: the client rejects these callbacks before any call."""
 
     class AsyncWithoutAwait(AsyncCallbacks):
         async def apply_transaction(self, transaction):
-            """It is not awaited."""
+            """Do nothing: the client rejects these callbacks before any call."""
 
     async def subscribe_plain():
         async with waltz_memory.async_client() as client:

@@ -314,7 +314,7 @@ class SimStorage(Process):
         disk.cancel_plans()
         self.fsync_us = 500
         self.planned_death = None
-        if self.is_up:  # Otherwise its operator still has to start it with untrusted syncs.
+        if self.is_up:  # If it is down, its operator must first start it with untrusted syncs.
             self.trusts_fsync = True
 
     def _stop_after_failed_start(self, error: WaltzError) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SNAPSHOTS_MAX: Final = 3
 PAGE_BYTES: Final = 4_096
-# A function that spoils a file with this size in bytes, which is not 0.
+# A function that damages a file. Its argument is the size of the file in bytes, which is not 0.
 DamageFile = Callable[[SimStorage, Path, int], None]
 
 

@@ -114,7 +114,7 @@ class DataLossBudget:
         if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
             return False
         if log.is_broken:
-            return False  # It may be suspect when it opens next.
+            return False  # The replica may be suspect at its next opening.
         since = self.lost.get(storage.replica)
         if since is None:
             return True

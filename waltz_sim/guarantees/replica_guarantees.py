@@ -196,7 +196,8 @@ class ReplicaGuarantees:
         if isinstance(error, NoSpace):
             self._state.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
-            # The check of the storage itself rejected it. A server may not rely on that check.
+            # The storage's own check has rejected the truncation. A server may not rely on this
+            # check.
             if storage.name in self.corrupted:
                 self._state.count("a corrupt log was not cut")
                 return

@@ -197,7 +197,7 @@ class Network:
         self._remove_if_closed(link)
 
     def _receive_end(self, link: SimLink, end: int, reason: str) -> None:
-        if link.held is None or end == NEAR:  # Otherwise it follows the held messages.
+        if link.held is None or end == NEAR:  # Otherwise the end follows the held messages.
             self._end_link_at(link, end, reason)
 
     def break_link(self, link: SimLink, reason: str) -> None:

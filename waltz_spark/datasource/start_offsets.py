@@ -22,7 +22,8 @@ from waltz_spark import planning
 from waltz_spark.datasource.archive_read import last_archived_before
 from waltz_spark.options import ReadOptions
 
-# A start by time takes about thirty sequential requests; so many partitions do this concurrently.
+# A start by time takes about thirty sequential requests; at most this number of partitions do this
+# concurrently.
 CONCURRENT_PARTITIONS_MAX = 32
 
 _log = logging.getLogger("waltz")

@@ -217,7 +217,7 @@ def heads_of(store):
 
 
 def test_a_replaced_manifest_is_kept_for_the_grace_period(archived):
-    """This also applies to an old manifest, because lagging replicas have only its name."""
+    """Even an old manifest is kept, because lagging replicas have only its name."""
     store, new_manifest = archived
     now_ms = 10 * REPLACED_GRACE_MS
     heads, listed = heads_of(store), listed_files(store, new_manifest)

@@ -294,7 +294,7 @@ def test_threads_may_share_a_reader_and_a_small_cache(store):
 
 
 def test_sequential_reads_find_the_next_row_group_in_memory(store, monkeypatch):
-    """Also the first row group of the next object, with its index."""
+    """The next row group may be the first of the next object, with its index."""
     monkeypatch.setattr(archive_cache, "READ_AHEAD_THREADS", 1)
     log = write_archive(store, rows=10)
     with closing(ArchiveCache(UNLIMITED_BYTES)) as cache:

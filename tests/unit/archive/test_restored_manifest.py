@@ -325,7 +325,7 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
 
 @pytest.mark.parametrize(("key", "version"), [(CLUSTER_KEY, 10), (NEW_KEY, 5)])
 def test_the_new_manifest_has_a_higher_version_than_all_of_its_cluster(store, log, key, version):
-    """Otherwise manifests written after the backup would look like a rollback."""
+    """With a lower version, manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
     restored = RestoredRange(store, read_saved_manifest(store, log))
     manifest = restored.write_manifest(key, 9, NONCE, restored.batch_end_at(ROWS_PER_OBJECT - 1))

@@ -282,7 +282,7 @@ def test_a_secret_in_a_url_is_rejected_and_not_shown(secret):
 
 @pytest.mark.parametrize("known", [None, "AWS_REGION", "AWS_DEFAULT_REGION"])
 def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, monkeypatch):
-    """Otherwise the SDK blocks all threads while it waits for the metadata service of EC2."""
+    """Without a region, the SDK blocks all threads while it waits for EC2's metadata service."""
     calls = []
 
     def create_file_system(**options):

@@ -160,7 +160,7 @@ def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(arch
     ],
 )
 def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
-    """Otherwise the archive would begin again at 0, and lack the objects that backups need."""
+    """A replacement would begin again at 0, and would lack the objects that backups need."""
     with pytest.raises(
         BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
     ):

@@ -89,7 +89,7 @@ def test_a_failed_dial_fails_all_its_waiters(dials):
 
 @run_on_loop
 async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(monkeypatch):
-    """Otherwise a stream would use this connection, and wait for the answer to its mount."""
+    """If the connection were returned, a stream would wait on it for the answer to its mount."""
     listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
     dial = net.dial
 
@@ -233,7 +233,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
 
 
 def pass_check_interval(link):
-    """Let the time of a check pass; one is planned whenever a request waits."""
+    """Let the time until a check pass; a check is planned whenever a request waits."""
     assert link._watch._timer is not None
     link._watch._timer.cancel()
     link._watch._check()

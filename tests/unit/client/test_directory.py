@@ -210,7 +210,7 @@ class OtherCluster:
 
 
 def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
-    """Also for a second caller; the session at the other cluster is closed."""
+    """A second caller is rejected, too, and the session at the other cluster is closed."""
 
     async def connect(*_place, **_options):
         return OtherCluster()
@@ -386,7 +386,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
 
 
 def test_all_waiting_callers_get_the_error_of_an_unavailable_zookeeper(monkeypatch):
-    """Otherwise each caller would wait for all callers before it."""
+    """If each caller tried by itself, it would wait for all callers before it."""
 
     async def look_up():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)

@@ -101,7 +101,7 @@ def test_an_append_over_the_servers_frame_limit_is_rejected_before_it_is_sent():
 
 
 def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
-    """Its rows are sent again in two submissions, after all waiting appends."""
+    """The rows are sent again in two submissions, after all waiting appends."""
     scenario = Scenario()
     for token, rows in ((1, 101), (2, 1), (3, 2)):
         one = replace(submission(token, rows=rows), keeps_order=token != 3)

@@ -56,7 +56,7 @@ def test_one_partition_is_handed_to_another_server():
 
 @pytest.mark.parametrize("unhealthy", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
 def test_partitions_are_handed_over_to_a_healthy_server(unhealthy):
-    """A server without a quorum hands over all partitions, also those just handed to it."""
+    """A server without a quorum hands over all partitions, also those that it has just received."""
     now = assign(PartitionAssignment(), live_servers(1, 2, 3, 4), partition_count=24)
     for _ in range(len(unhealthy)):
         for owner in sorted(unhealthy):

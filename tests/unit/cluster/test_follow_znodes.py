@@ -78,7 +78,7 @@ def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
 
 
 def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> None:
-    """Also a daemon without permissions runs on, and rejects requests."""
+    """A daemon that has no permissions yet also continues to run, and rejects requests."""
     monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     caplog.set_level(logging.ERROR)
     denied = errors.BadConfig("R/x/access: not permitted")

@@ -69,7 +69,7 @@ def test_a_step_waits_for_an_open_session():
 
 
 def test_an_absent_storage_is_replaced_directly_and_removed_first():
-    """Otherwise three of four replicas must be in sync, and appends wait for the copy."""
+    """With four replicas, three would have to be in sync, and appends would wait for the copy."""
     assert step(partition_state("ABC", "AB"), "ABD", "D") == "ABD"
     assert step(partition_state("ABCDE", "ABCD"), "ABC") == "ABCD"
 

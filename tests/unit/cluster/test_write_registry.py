@@ -85,7 +85,7 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
 
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
-    """Otherwise the rows of the new write would count as committed."""
+    """If it did, the rows of the new write would be regarded as committed."""
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
@@ -132,7 +132,7 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
 
 @run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
-    """Otherwise both would use one ID, and the principal's next attempt would not find its rows."""
+    """If it did, both would use one ID, and the other's next attempt would not find its rows."""
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     own_writes = coordinator.writes.for_principal("mine")
@@ -147,7 +147,7 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
 @run_on_virtual_loop
 async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
-    """Its tasks would get other client IDs, and append their rows once more."""
+    """After a removal, its tasks would get other client IDs, and append their rows once more."""
     world, paused_session, other_coordinator = await with_cluster()
     coordinator = Coordinator(await world.znodes(), ROOT)
     other, remaining_writes = coordinator.writes, [writes_before]
@@ -174,7 +174,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
 
 @run_on_virtual_loop
 async def test_a_write_ends_before_its_tasks_are_removed(monkeypatch):
-    """Otherwise a task that enters meanwhile would get a new client ID."""
+    """If tasks were removed first, a task that enters meanwhile would get a new client ID."""
     _, session, coordinator = await with_cluster()
     writes, removals = coordinator.writes, []
     await writes.begin("w", MARKS, 5)

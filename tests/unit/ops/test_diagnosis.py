@@ -453,7 +453,7 @@ def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
     assert (
         case.only_finding("replica-left-over").command == f"{remove} --partition 0 --delete-files"
     )
-    # One finding and one command for all leftover partitions of a storage.
+    # All leftover partitions of a storage share one finding and one command.
     case.replica(SPARE, number=1, last_id=90, last_session_id=6)
     finding = case.only_finding("replica-left-over")
     assert (finding.subject, finding.partition) == (SPARE, None)

@@ -190,7 +190,7 @@ def test_lengths_round_trip(values: list[int]) -> None:
 
 
 def test_a_record_of_waltz_0_13_may_be_larger_than_one_of_this_version() -> None:
-    """Otherwise no client could read the record, and no replica could copy it."""
+    """If such a record were rejected, no client could read it, and no replica could copy it."""
     length = raw_records.RECORD_BYTES_MAX + 1
     packed = struct.pack(">i", length)
     assert raw_records.lengths_from_wire(packed, length).tolist() == [length]

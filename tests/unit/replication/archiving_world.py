@@ -13,7 +13,7 @@ ARCHIVING = replace(LIMITS, archive_interval_ms=INTERVAL_MS)
 class ArchivingWorld(ReplicationWorld):
     """A world whose storages report the end of a collection at once, if `collects` is true.
 
-    They reject requests of the kind `rejected`.
+    The storages reject requests of the kind `rejected`.
     """
 
     def __init__(self, *names, limits=ARCHIVING):

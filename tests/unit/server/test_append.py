@@ -855,7 +855,7 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
 def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     follows_own_session,
 ) -> None:
-    """Otherwise the chain of the batch could differ from that of the log."""
+    """If another server had written, the chain of the batch could differ from that of the log."""
     world = World()
     for _ in range(2):
         world.single()

@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 ME, OTHER = ServerId(1), ServerId(2)
 
 
-# Dials since the start of the test. An unwanted event would occur within a few more dials.
+# The number of dials since the start of the test. An unwanted event would occur within a few dials.
 DIALS = [0]
 SOME_DIALS = 8
 

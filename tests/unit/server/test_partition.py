@@ -388,7 +388,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
 
 
 def test_a_checkpoint_waits_a_limited_time_for_an_archive_attempt() -> None:
-    """Otherwise no attempt would end under load."""
+    """If each checkpoint interrupted attempts, no attempt would end under load."""
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open(9)
     world.mount()

@@ -197,7 +197,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
 
 @run_on_loop
 async def test_a_concurrent_change_of_the_write_owner_denies_the_client_id():
-    """Otherwise two principals would have a proof of the same client ID."""
+    """If the client ID were not denied, two principals would have proofs of the same client ID."""
     _, write_registry = await with_requests()
     mine, other = write_registry.for_principal("mine"), write_registry.for_principal("other")
 

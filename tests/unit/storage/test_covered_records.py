@@ -162,7 +162,7 @@ def test_batch_ends_depend_on_ids_and_marks_and_not_on_reopenings(empty_world):
 
 
 def test_batches_of_large_records_fit_into_a_frame(empty_world):
-    """Otherwise no replica could copy the batches."""
+    """No replica could copy larger batches."""
     empty_world.run_0_13(1, BEFORE_FIRST, records(0, 900, bytes(20_000)))
     sizes, first = [], 0
     while first < 900:

@@ -359,7 +359,7 @@ def adopt_0_13_log(spoil=lambda _disk: None):
     ids=["record", "index"],
 )
 def test_corruption_before_the_adoption_does_not_change_the_chain(spoil, damaged):
-    """Otherwise this replica could not be compared with the other replicas."""
+    """With another chain, this replica could not be compared with the other replicas."""
     entries, slot = adopt_0_13_log(spoil)
     assert (entries, slot.damaged, slot.suspect) == (adopt_0_13_log()[0], damaged, False)
 
