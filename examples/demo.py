@@ -97,10 +97,10 @@ def read_flights(snapshot: waltz_spark.Snapshot) -> DataFrame:
 def differing_rows(table: DataFrame, read_back: DataFrame) -> int:
     """Return how many different rows do not occur equally often in both tables."""
     columns = table.columns
-    both = table.select(*columns, F.lit(1).alias("side")).unionAll(
+    all_rows = table.select(*columns, F.lit(1).alias("side")).unionAll(
         read_back.select(*columns, F.lit(-1).alias("side"))
     )
-    return both.groupBy(*columns).agg(F.sum("side").alias("sides")).where("sides != 0").count()
+    return all_rows.groupBy(*columns).agg(F.sum("side").alias("sides")).where("sides != 0").count()
 
 
 def aircraft_table(read_back: DataFrame) -> DataFrame:

@@ -311,9 +311,9 @@ class ScenarioRunner:
         """Run `storage mark-suspect`."""
         self.administer(name, MarkSuspect(1, self.cluster.partition_id, is_forced=False))
 
-    def set_available(self, name: str, how: str) -> None:
-        """Run `storage availability`; `how` is "online" or "offline"."""
-        is_online = how == "online"
+    def set_available(self, name: str, availability: str) -> None:
+        """Run `storage availability`; `availability` is "online" or "offline"."""
+        is_online = availability == "online"
         self.administer(name, SetAvailable(1, (self.cluster.partition_id,), is_online))
 
     def re_seed(self, name: str) -> None:
@@ -417,10 +417,10 @@ class ScenarioRunner:
         assert owner is not None
         owner.step(session_events.Checkpoint())
 
-    def set_zookeeper_state(self, what: str) -> None:
+    def set_zookeeper_state(self, state: str) -> None:
         """Let ZooKeeper not answer, or lose its answers, or answer normally again."""
-        self.cluster.coordinator.is_unavailable = what == "is unavailable"
-        self.cluster.coordinator.lost_answer_share = 1.0 if what == "loses answers" else 0.0
+        self.cluster.coordinator.is_unavailable = state == "is unavailable"
+        self.cluster.coordinator.lost_answer_share = 1.0 if state == "loses answers" else 0.0
 
     def copy_nodes(self) -> None:
         """Keep a copy of the partition's nodes in ZooKeeper."""

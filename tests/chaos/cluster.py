@@ -449,10 +449,10 @@ class ChaosCluster:
 
     def _write_config(self, member: Member) -> Path:
         suffix = "cfg" if member.kind == "zookeeper" else "toml"
-        where = self.directory.absolute() / f"{member.name}.{suffix}"
+        path = self.directory.absolute() / f"{member.name}.{suffix}"
         if member.kind == "zookeeper":
-            where.write_text(self._zookeeper_config(member), encoding="utf-8")
-            return where
+            path.write_text(self._zookeeper_config(member), encoding="utf-8")
+            return path
         values: dict[str, object] = {
             "connect": self.connect,
             "listen_host": member.machine.address,
@@ -468,8 +468,8 @@ class ChaosCluster:
         if self.cluster_size.stores:
             values |= ARCHIVE_SETTINGS[member.kind]
             values |= {"archive_url": self.archive_url} if member.kind == "storage" else {}
-        where.write_text(render_toml(member.kind, values), encoding="utf-8")
-        return where
+        path.write_text(render_toml(member.kind, values), encoding="utf-8")
+        return path
 
     def _zookeeper_config(self, member: Member) -> str:
         data, host = self._data_directory(member), member.machine.address

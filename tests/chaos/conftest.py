@@ -121,9 +121,9 @@ def module_scenario(
     _skip_without_namespaces: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[NetworkScenario]:
     """Yield one cluster for all tests of a file."""
-    where = tmp_path_factory.mktemp("chaos")
-    with run_cluster(WORLD, where) as cluster:
-        yield NetworkScenario(cluster, where)
+    directory = tmp_path_factory.mktemp("chaos")
+    with run_cluster(WORLD, directory) as cluster:
+        yield NetworkScenario(cluster, directory)
 
 
 @pytest.fixture

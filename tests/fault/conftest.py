@@ -23,9 +23,9 @@ def module_scenario(
     settings: dict[str, dict[str, object]] = {
         kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
     }
-    where = tmp_path_factory.mktemp("cluster")
+    directory = tmp_path_factory.mktemp("cluster")
     storage_count = getattr(request.module, "STORAGE_COUNT", 3)
-    with running_cluster(where, settings=settings, storage_count=storage_count) as cluster:
+    with running_cluster(directory, settings=settings, storage_count=storage_count) as cluster:
         yield Scenario(cluster)
 
 

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.fault
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    where = tmp_path_factory.mktemp("commands") / "waltz"
-    with running_cluster(where, server_count=2, partition_count=2) as cluster:
+    directory = tmp_path_factory.mktemp("commands") / "waltz"
+    with running_cluster(directory, server_count=2, partition_count=2) as cluster:
         hosts = cluster.connect.partition("/")[0]
         # A cluster is up when all partitions answer. At first, one server may own all of them.
         wait_until(
@@ -144,9 +144,9 @@ def test_servers_report_their_partitions_and_the_peers_that_they_can_reach(clust
     reach = json_output(cluster, "cluster", "check-connectivity")
     assert reach["is_healthy"]
     assert len(reach["connections"]) == 2 * (1 + 3)
-    where = f"127.0.0.1:{cluster.member('storage-1').http_port}"
+    address = f"127.0.0.1:{cluster.member('storage-1').http_port}"
     match = ("--match", "waltz_storage_last_transaction")
-    assert json_output(cluster, "storage", "metrics", where, *match).keys() >= {
+    assert json_output(cluster, "storage", "metrics", address, *match).keys() >= {
         'waltz_storage_last_transaction{partition="0"}'
     }
 

@@ -26,8 +26,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     find_chromium()  # otherwise there is nothing to test
-    where = tmp_path_factory.mktemp("console")
-    with running_cluster(where, storage_count=3, server_count=2) as cluster:
+    directory = tmp_path_factory.mktemp("console")
+    with running_cluster(directory, storage_count=3, server_count=2) as cluster:
         yield cluster
 
 

@@ -67,8 +67,8 @@ def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedClu
         with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as diagnosed:
             yield diagnosed
     finally:
-        for where in MOUNTED:
-            subprocess.run(["umount", "-l", str(where)], check=True, capture_output=True)
+        for directory in MOUNTED:
+            subprocess.run(["umount", "-l", str(directory)], check=True, capture_output=True)
 
 
 # --- the faults
@@ -250,17 +250,17 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
     def inject(cluster: LocalCluster) -> None:
         change_layout(cluster, lambda old: replace(old, groups=one_group_for_each(old)))
         name = storage_with_partition_0(cluster)
-        where = cluster.directory / name
-        if where not in MOUNTED:
+        directory = cluster.directory / name
+        if directory not in MOUNTED:
             cluster.kill(name)
-            move_to_own_disk(where)
+            move_to_own_disk(directory)
             cluster.start(name)
             wait_until(
                 "the process is registered",
                 lambda: not run_doctor(*local_options(cluster.directory)),
             )
-        used = shutil.disk_usage(where).used
-        mount("-o", f"remount,size={used + (mib << 20)}", str(where))
+        used = shutil.disk_usage(directory).used
+        mount("-o", f"remount,size={used + (mib << 20)}", str(directory))
 
     return inject
 
@@ -280,8 +280,8 @@ def move_to_own_disk(where: Path) -> None:
 
 
 def free_disk_space() -> None:
-    for where in MOUNTED:
-        mount("-o", "remount,size=4g", str(where))
+    for directory in MOUNTED:
+        mount("-o", "remount,size=4g", str(directory))
 
 
 MOUNTED: list[Path] = []

@@ -111,11 +111,11 @@ def settings_of(cluster: LocalCluster, member: str) -> Path:
     """Return the path of the daemon's settings file, with the name in the printed command."""
     kind = cluster.member(member).kind
     name = {"zookeeper": "zoo.cfg", "storage": "storage.toml", "server": "server.toml"}[kind]
-    where = cluster.directory / "settings" / member
-    where.mkdir(parents=True, exist_ok=True)
+    directory = cluster.directory / "settings" / member
+    directory.mkdir(parents=True, exist_ok=True)
     (source,) = (cluster.directory / "conf").glob(f"{member}.*")
-    shutil.copy(source, where / name)
-    return where
+    shutil.copy(source, directory / name)
+    return directory
 
 
 def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
@@ -161,13 +161,13 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
     change_layout(cluster, lambda old: old.with_storage(ReplicaId(storage), admin_port, None))
     (finding,) = await_findings(["storage-never-started"], *doctor_options)
     assert storage in finding["sentence"]
-    where = cluster.directory / "settings" / "new"
-    where.mkdir(parents=True)
+    settings_directory = cluster.directory / "settings" / "new"
+    settings_directory.mkdir(parents=True)
     settings = {"port": port, "admin_port": admin_port, "listen_host": '"127.0.0.1"'}
-    settings |= {"connect": f'"{cluster.connect}"', "directory": f'"{where / "data"}"'}
+    settings |= {"connect": f'"{cluster.connect}"', "directory": f'"{settings_directory / "data"}"'}
     text = "".join(f"{name} = {value}\n" for name, value in settings.items())
-    (where / "storage.toml").write_text(text, encoding="utf-8")
-    diagnosed.run_daemon(finding["command"], where)
+    (settings_directory / "storage.toml").write_text(text, encoding="utf-8")
+    diagnosed.run_daemon(finding["command"], settings_directory)
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     run_successful(cluster, "remove-storage", storage)
     repair_cluster(diagnosed, cluster)
@@ -184,9 +184,9 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
     at = f"--storage 127.0.0.1:{member.port}:{member.admin_port}"
     run_printed_command(f"waltz-core cluster create {other} --partitions 1 {at}")
     cluster.kill(member.name)
-    where = settings_of(cluster, member.name)
+    settings_directory = settings_of(cluster, member.name)
     wrong = cluster.directory / "settings" / "wrong"
-    shutil.copytree(where, wrong)
+    shutil.copytree(settings_directory, wrong)
     flags = f"--connect {other} --directory {wrong / 'data'}"
     diagnosed.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
     (finding,) = await_findings(["storage-cluster-mismatch"], *look)
@@ -195,7 +195,7 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
         in finding["sentence"]
     )
     diagnosed.end_daemons()
-    diagnosed.run_daemon(finding["command"], where)
+    diagnosed.run_daemon(finding["command"], settings_directory)
     wait_until("the doctor reports nothing", lambda: not run_doctor(*look))
     diagnosed.check_rows(cluster.connect)
     run_printed_command(f"waltz-core cluster delete waltz --connect {other} --force")

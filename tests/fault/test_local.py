@@ -90,11 +90,11 @@ def occupy(port: int) -> socket.socket:
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     """Yield a directory with a non-ASCII name; at the end, end all processes that still use it."""
-    where = tmp_path / "ümlaut 馬"
-    yield where
-    if (where / "cluster.json").exists():
-        LocalCluster(where).down()
-    assert pids_at(where) == []
+    path = tmp_path / "ümlaut 馬"
+    yield path
+    if (path / "cluster.json").exists():
+        LocalCluster(path).down()
+    assert pids_at(path) == []
 
 
 def kill_everything(directory: Path) -> list[int]:
@@ -315,12 +315,12 @@ with waltz_core.local.cluster(Path(sys.argv[1]), **small) as connect:
 
 
 def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
-    where = tmp_path / "embedded"
+    directory = tmp_path / "embedded"
     errors = tmp_path / "errors"
     with (
         errors.open("wb") as error_file,
         subprocess.Popen(
-            [sys.executable, "-c", PARENT, str(where)],
+            [sys.executable, "-c", PARENT, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=error_file,
@@ -328,11 +328,11 @@ def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
     ):
         assert parent.stdout is not None
         assert b"127.0.0.1" in parent.stdout.readline(), errors.read_text()
-        children = [pid for pid in pids_at(where) if pid != parent.pid]
+        children = [pid for pid in pids_at(directory) if pid != parent.pid]
         assert len(children) >= 3
         parent.kill()
         parent.wait(TEST_TIMEOUT_S)
-        wait_until("no child process remains", lambda: pids_at(where) == [])
+        wait_until("no child process remains", lambda: pids_at(directory) == [])
 
 
 def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(

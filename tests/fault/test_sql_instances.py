@@ -44,8 +44,8 @@ class Database(NamedTuple):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Give the connect string of a cluster."""
-    where = tmp_path_factory.mktemp("cluster")
-    with local.cluster(where, storage_count=1, server_count=1) as connect:
+    directory = tmp_path_factory.mktemp("cluster")
+    with local.cluster(directory, storage_count=1, server_count=1) as connect:
         yield connect
 
 

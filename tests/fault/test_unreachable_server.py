@@ -233,9 +233,9 @@ def test_partitions_of_a_hanging_server_move_and_the_server_rejoins(
 
 def owned_by(scenario: Scenario, name: str) -> list[int]:
     """Return the partitions that a server owns."""
-    where = member_address(scenario.cluster, name)
+    address = member_address(scenario.cluster, name)
     found = show_partitions(scenario.cluster).items()
-    return [number for number, each in found if each["server"] == where]
+    return [number for number, finding in found if finding["server"] == address]
 
 
 def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Scenario):

@@ -44,8 +44,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 @pytest.fixture(scope="module")
 def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Give a cluster with an ensemble, with short sessions."""
-    where = tmp_path_factory.mktemp("ensemble")
-    with running_cluster(where, settings=SETTINGS, zookeeper_count=3) as cluster:
+    directory = tmp_path_factory.mktemp("ensemble")
+    with running_cluster(directory, settings=SETTINGS, zookeeper_count=3) as cluster:
         yield Scenario(cluster)
 
 

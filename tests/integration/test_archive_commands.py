@@ -55,14 +55,14 @@ class Archived(NamedTuple):
 
 @pytest.fixture(scope="module")
 def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
-    where = tmp_path_factory.mktemp("archived")
-    url = f"file://{where}/archive"
+    directory = tmp_path_factory.mktemp("archived")
+    url = f"file://{directory}/archive"
     settings: dict[str, dict[str, object]] = {
         "storage": {"archive_url": url, "archive_object_bytes": 20_000, "archive_age_ms": 0},
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running_cluster(where / "cluster", **options) as cluster:
+    with running_cluster(directory / "cluster", **options) as cluster:
         archive = Archived(cluster, url)
         for _ in range(APPENDS):
             archive.append()  # at least one object

@@ -32,8 +32,8 @@ LATER_SESSION = SessionId(1 << 40)
 
 def expire(cluster: LocalCluster, before: object, *words: str) -> str:
     """Run the command; return its output."""
-    where = ("--connect", cluster.connect, "--before", str(before), "--partition", "0")
-    result = run_command("archive", "expire", *where, *words)
+    options = ("--connect", cluster.connect, "--before", str(before), "--partition", "0")
+    result = run_command("archive", "expire", *options, *words)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 

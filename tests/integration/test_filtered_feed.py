@@ -20,8 +20,8 @@ SHARE = 20
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    where = tmp_path_factory.mktemp("cluster") / "local"
-    with running_cluster(where, storage_count=1, server_count=1) as cluster:
+    directory = tmp_path_factory.mktemp("cluster") / "local"
+    with running_cluster(directory, storage_count=1, server_count=1) as cluster:
         yield cluster
 
 

@@ -48,7 +48,7 @@ class Log:
 
     async def read(self, reader, first=0, last=COUNT - 1, form=RangeForm.WHOLE):
         """Read in chunks of 7 records; return the bytes that the reader gets without the server."""
-        got = b""
+        received = b""
         while first <= last:
             try:
                 chunk = await reader.fetch(RangeQuery(first, last, form, (), 7 * SIZE))
@@ -57,9 +57,9 @@ class Log:
             assert chunk.first == first
             assert chunk.lineage[0].first <= first
             assert chunk.lineage[-1].last >= chunk.next - 1
-            got += bytes(chunk.records)
+            received += bytes(chunk.records)
             first = chunk.next
-        return got
+        return received
 
 
 @contextlib.asynccontextmanager

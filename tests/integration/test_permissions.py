@@ -484,16 +484,16 @@ def test_a_mount_needs_the_proof_of_its_client_id_in_every_generation_and_after_
     access: ClusterAccess,
 ):
     """Servers store no state about client IDs, so the rule holds after a restart, too."""
-    of_writer = Peer(access, "writer").new_id()
+    id_of_writer = Peer(access, "writer").new_id()
     for _ in range(2):
-        writer, thief = Peer(access, "writer"), Peer(access, "append")
-        client_id, of_thief = of_writer.client_id, thief.new_id()
-        assert of_thief.client_id > client_id
-        assert writer.outcome(client_id, of_writer.proof) is Mounted
+        writer, other = Peer(access, "writer"), Peer(access, "append")
+        client_id, id_of_other = id_of_writer.client_id, other.new_id()
+        assert id_of_other.client_id > client_id
+        assert writer.outcome(client_id, id_of_writer.proof) is Mounted
         for generation in range(writer._generation + 2):
-            for proof in (of_writer.proof, of_thief.proof, NO_PROOF):
-                assert thief.outcome(client_id, proof, generation) is ClientIdDenied
-            assert thief.outcome(5, NO_PROOF, generation) is ClientIdDenied
+            for proof in (id_of_writer.proof, id_of_other.proof, NO_PROOF):
+                assert other.outcome(client_id, proof, generation) is ClientIdDenied
+            assert other.outcome(5, NO_PROOF, generation) is ClientIdDenied
             old = MountRequest(ReqId(client_id, generation, PERMITTED_PARTITION, -1), -1, 1)
             answer = Peer(access, "read").ask(old)
             assert isinstance(answer, ErrorResponse)

@@ -62,10 +62,10 @@ class RealWorld:
     async def expire(self, znodes: zookeeper_session.ZooKeeperSession) -> None:
         # A second client takes over the session and closes it: ZooKeeper then ends the session.
         identity = znodes._client.client_id
-        thief = KazooClient(self.host, client_id=identity)
-        await asyncio.to_thread(thief.start)
-        await asyncio.to_thread(thief.stop)
-        await asyncio.to_thread(thief.close)
+        second_client = KazooClient(self.host, client_id=identity)
+        await asyncio.to_thread(second_client.start)
+        await asyncio.to_thread(second_client.stop)
+        await asyncio.to_thread(second_client.close)
 
 
 @contextlib.asynccontextmanager

@@ -17,8 +17,8 @@ def tls_cluster(
     """Run the cluster; its daemons and clients present the same certificate."""
     file = directories.mktemp("tls") / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
-    where = directories.mktemp("cluster") / "local"
-    with running_cluster(where, tls=file, storage_count=1, server_count=1) as cluster:
+    directory = directories.mktemp("cluster") / "local"
+    with running_cluster(directory, tls=file, storage_count=1, server_count=1) as cluster:
         yield cluster
 
 

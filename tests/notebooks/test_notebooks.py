@@ -53,9 +53,9 @@ def expect_first_append(notebook: Notebook) -> None:
     assert "5 committed, 0 rejected\n" in notebook.output()
     assert "what was read is what was written: True\n" in notebook.output()
     assert "20,000 committed, 0 rejected\n" in notebook.output()
-    where = notebook.table("result.committed.select")
-    altona = [row for row in where if row["shop"] == "Altona"]
-    assert len(where) == 5
+    table_html = notebook.table("result.committed.select")
+    altona = [row for row in table_html if row["shop"] == "Altona"]
+    assert len(table_html) == 5
     assert len({row["partition"] for row in altona}) == 1
     ids = [int(row["transaction_id"]) for row in altona]
     assert len(ids) == 3

@@ -64,8 +64,8 @@ def repair_and_count(cluster):
 
 def test_every_kind_has_a_weight_and_a_sentence():
     assert faults.WEIGHTS.keys() == faults.KINDS.keys()
-    for name, strike in faults.KINDS.items():
-        assert (strike.__doc__ or "").strip().endswith("."), name
+    for name, inject in faults.KINDS.items():
+        assert (inject.__doc__ or "").strip().endswith("."), name
 
 
 # ---- the budget

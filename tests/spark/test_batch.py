@@ -69,8 +69,8 @@ def test_raw_columns_are_written_and_read_back(spark: SparkSession, connect: str
         "commit_time:timestamp",
         "data:binary",
     ]
-    got = [(r.partition, r.transaction_id, r.header, bytes(r.data)) for r in found.collect()]
-    assert got == [
+    rows_read = [(r.partition, r.transaction_id, r.header, bytes(r.data)) for r in found.collect()]
+    assert rows_read == [
         (0, before[0] + 1, 5, b"a"),
         (0, before[0] + 2, -7, b"c"),
         (1, before[1] + 1, 0, b"b"),

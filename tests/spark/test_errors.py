@@ -150,9 +150,9 @@ def test_wrong_schemas_are_reported(
 
 
 def test_a_duplicate_column_is_reported(spark: SparkSession, connect: str) -> None:
-    twice = rows(spark).select("data", "data")
+    duplicated = rows(spark).select("data", "data")
     with pytest.raises(AnalysisException, match=r"two columns have the name 'data'."):
-        twice.write.format("waltz").mode("append").save(connect)
+        duplicated.write.format("waltz").mode("append").save(connect)
 
 
 @pytest.mark.parametrize("results_path", ["nowhere://there/is", "/proc/nothing/of/ours"])

@@ -52,9 +52,9 @@ log = logging.getLogger("waltz")
 def directory() -> Iterator[Path]:
     """A directory in memory if possible, because a thousand logs sync thousands of files."""
     memory = Path("/dev/shm")
-    where = tempfile.mkdtemp(prefix="waltz-scale-", dir=memory if memory.is_dir() else None)
-    yield Path(where)
-    shutil.rmtree(where, ignore_errors=True)
+    path = tempfile.mkdtemp(prefix="waltz-scale-", dir=memory if memory.is_dir() else None)
+    yield Path(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- a billion

@@ -67,10 +67,10 @@ class Cluster:
             f"waltz_storage_denied_requests_total{{{at}}}": LinearValues(0),
         }
         for partition in PARTITIONS:
-            where = f'{{{at},partition="{partition}"}}'
+            labels = f'{{{at},partition="{partition}"}}'
             self.before |= {
-                f"waltz_storage_last_transaction{where}": LinearValues(0, 600),
-                f"waltz_storage_damaged_transactions{where}": LinearValues(0),
+                f"waltz_storage_last_transaction{labels}": LinearValues(0, 600),
+                f"waltz_storage_damaged_transactions{labels}": LinearValues(0),
             }
 
     def set(self, pattern: str, value: float, growth: float = 0) -> None:

@@ -63,8 +63,8 @@ def rendered(*values: str) -> str:
         word for value in values for word in ("--set-json" if "{" in value else "--set", value)
     ]
     # Without a cluster, Helm assumes an old version that depends on how Helm was built.
-    where = ("--namespace", "waltz", "--kube-version", "1.30.0")
-    return run("helm", "template", "waltz", CHART_FOLDER, *where, *options).stdout
+    location = ("--namespace", "waltz", "--kube-version", "1.30.0")
+    return run("helm", "template", "waltz", CHART_FOLDER, *location, *options).stdout
 
 
 def test_hadolint_accepts_the_dockerfile() -> None:

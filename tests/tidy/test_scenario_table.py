@@ -49,7 +49,7 @@ def test_every_row_is_listed_once_and_in_order():
     assert [int(number) for number, _ in ROW.findall(text)] == list(range(1, ROW_COUNT + 1))
 
 
-def is_there(line: str) -> bool:
+def target_exists(line: str) -> bool:
     """Return whether a line of the table names a test or a scenario that exists."""
     test, scenario = TEST.match(line), SCENARIO.match(line)
     if test is not None:
@@ -65,7 +65,7 @@ def test_a_row_names_tests_that_exist():
     fail_if_any(
         [f"row {each}" for each, lines in named.items() if not lines], "a row without a test"
     )
-    missing = [line for lines in named.values() for line in lines if not is_there(line)]
+    missing = [line for lines in named.values() for line in lines if not target_exists(line)]
     fail_if_any(missing, "no test or scenario has this name")
 
 

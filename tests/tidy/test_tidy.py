@@ -293,7 +293,7 @@ def test_pages_and_sections_mentioned_in_texts_exist():
         for name in hand_written_files()
         if ".md" in read_text(name)
         for match_ in PAGE.finditer(LINK_TEXT.sub("(", read_text(name)).replace('" / "', "/"))
-        if not is_there(name, match_)
+        if not page_exists(name, match_)
     ]
     fail_if_any(wrong, "a text names a page or a section that does not exist")
 
@@ -312,24 +312,24 @@ def test_decisions_mentioned_in_texts_exist():
     fail_if_any(missing, "a text names a decision that does not exist")
 
 
-def is_there(naming: str, found: re.Match[str]) -> bool:
+def page_exists(source: str, mention: re.Match[str]) -> bool:
     """Return whether a page exists, relative to the root or to the folder of the given file."""
-    page = found.group(1)
+    page = mention.group(1)
     if "://" in page or "*" in page or page in PAGES_OF_USERS:
         return True
     paths = [
         path
-        for path in (PROJECT_ROOT / page, (PROJECT_ROOT / naming).parent / page)
+        for path in (PROJECT_ROOT / page, (PROJECT_ROOT / source).parent / page)
         if path.is_file()
     ]
     if not paths:
         return False
     titles = titles_of(paths[0])
-    if anchor := found["anchor"]:
+    if anchor := mention["anchor"]:
         return anchor in map(anchor_of, titles)
-    if number := found["number"]:
+    if number := mention["number"]:
         return any(re.match(rf"{re.escape(number)}[. ]", title) for title in titles)
-    return found["title"] is None or found["title"] in titles
+    return mention["title"] is None or mention["title"] in titles
 
 
 @cache

@@ -54,10 +54,10 @@ def read_owners(database: Path) -> list[tuple[str, int, int]]:
 
 @pytest.fixture
 def accounts(tmp_path: Path) -> Iterator[AccountsTable]:
-    where = tmp_path / "cluster"
+    directory = tmp_path / "cluster"
     options = {"storage_count": 1, "server_count": 1, "partition_count": 2}
     with (
-        running_cluster(where, **options) as cluster,
+        running_cluster(directory, **options) as cluster,
         WaltzClient(cluster.connect, PATIENT_CLIENT) as client,
     ):
         found = AccountsTable(client, cluster.connect, tmp_path / "accounts")

@@ -332,23 +332,23 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
         return False
     path = rng.choice(paths)
     content = disk.visible_content(path)
-    how = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
-    if how in ("lost", "foreign"):
+    damage = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
+    if damage in ("lost", "foreign"):
         last = storage.log.max_id if storage.log is not None else BEFORE_FIRST
         storage.kill()
         keep_down(cluster, storage, rng.randrange(1, 300))
         disk.remove(path)
-        if how == "foreign":
+        if damage == "foreign":
             disk.write_durably(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
-    elif how == "cut":
+    elif damage == "cut":
         disk.shorten_file(path, rng.randrange(len(content)))
-    elif how == "old":
+    elif damage == "old":
         after_us = rng.randrange(50, 1_000) * US_PER_MS
         cluster.world.call_after_us(after_us, lambda: _restore(disk, path, content))
     else:
         start = rng.randrange(len(content))
         disk.overwrite(path, rng.randrange(len(content)), content[start : start + 200])
-    cluster.checks.count(f"locks {how}")
+    cluster.checks.count(f"locks {damage}")
     return True
 
 

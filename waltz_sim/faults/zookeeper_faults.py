@@ -228,9 +228,9 @@ def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
     coordinator = cluster.coordinator
     if not may_rewrite(cluster) or coordinator.metadata is None:
         return False
-    what = rng.choice(("metadata", "marker", "both"))
-    metadata = coordinator.metadata if what == "marker" else None
-    marker = coordinator.marker if what == "metadata" else None
+    deleted = rng.choice(("metadata", "marker", "both"))
+    metadata = coordinator.metadata if deleted == "marker" else None
+    marker = coordinator.marker if deleted == "metadata" else None
     coordinator.replace_nodes(metadata, marker)
     return True
 

@@ -299,13 +299,13 @@ class ReplicaGuarantees:
         """Whether a batch entry may be a substitute for other entries, which were unreadable."""
         return name in self.corrupted and entry.session_id == RECONSTRUCTED
 
-    def _check_identity(self, storage: "SimStorage", what: str) -> None:
+    def _check_identity(self, storage: "SimStorage", data: str) -> None:
         """22. Identity: check that only the registered disk of a replica is changed."""
         assert storage.engine is not None
         registered = self._state.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
             self._state.fail(
-                "Identity", f"{storage.name} has accepted {what}, but has another storage ID"
+                "Identity", f"{storage.name} has accepted {data}, but has another storage ID"
             )
 
     def _check_durable(self, name: str, log: "PartitionLog") -> None:

@@ -461,7 +461,7 @@ class SessionGuarantees:
             case _:
                 pass
 
-    def _check_open(self, session: SessionId, what: str) -> None:
+    def _check_open(self, session: SessionId, effect_name: str) -> None:
         if session not in self.opened:
             self._state.fail(
                 "GateCAS2", f"effect {what} of session {session}, which is not open yet"

@@ -436,9 +436,9 @@ class _RecordedFile:
         left.extend(bytes(size - len(left)))
         for sector, versions in self.sectors.items():
             offset = sector * SECTOR_BYTES
-            which = keep.version(Sector(number, sector), len(versions)) if offset < size else 0
-            if which:
-                left[offset : offset + SECTOR_BYTES] = versions[which - 1][: size - offset]
+            survivor = keep.version(Sector(number, sector), len(versions)) if offset < size else 0
+            if survivor:
+                left[offset : offset + SECTOR_BYTES] = versions[survivor - 1][: size - offset]
         return bytes(left)
 
 
@@ -524,9 +524,9 @@ class DiskState:
         """Return the contents after a crash in which `keep` chooses the unsynced changes."""
         entries = dict(self._durable_entries)
         for path, values in self._unsynced_entries.items():
-            which = keep.version(DirectoryEntry(path), len(values))
-            if which:
-                is_there, file = values[which - 1]
+            survivor = keep.version(DirectoryEntry(path), len(values))
+            if survivor:
+                is_there, file = values[survivor - 1]
                 entries.pop(path, None)
                 if is_there:
                     entries[path] = file

@@ -492,25 +492,25 @@ class SimDisk:
         if self.is_powered_off:
             raise PowerLoss
 
-    def step(self, what: str, path: Path) -> DiskFault | None:
+    def step(self, call_name: str, path: Path) -> DiskFault | None:
         """Count a step, and return the fault that is planned for it, if any."""
         self.step_count += 1
         if self._is_traced:
-            self.trace.append(f"{what} {path.name}")
+            self.trace.append(f"{call_name} {path.name}")
         if not self._plans and not self._call_plans:
             return None
         plan = self._plans.pop(self.step_count, None)
         if plan is None and self._call_plans:
-            plan = self._take_call_plan(what)
+            plan = self._take_call_plan(call_name)
         if plan is None:
             return None
         if plan.on_injected is not None:
             plan.on_injected()
         return plan.fault
 
-    def _take_call_plan(self, what: str) -> _PlannedFault | None:
+    def _take_call_plan(self, call_name: str) -> _PlannedFault | None:
         for position, (names, plan) in enumerate(self._call_plans):
-            if what in names:
+            if call_name in names:
                 del self._call_plans[position]
                 return plan
         return None
@@ -523,7 +523,7 @@ class SimDisk:
                 on_injected()
             raise ReadFailed(f"cannot read {path}: input/output error")
 
-    def raise_fault(self, fault: DiskFault | None, what: str, path: Path) -> None:
+    def raise_fault(self, fault: DiskFault | None, call_name: str, path: Path) -> None:
         """Raise the error for a fault; do nothing for None."""
         if fault is None:
             return
@@ -533,9 +533,9 @@ class SimDisk:
         if fault is DiskFault.DISK_FULL:
             if self.on_full is not None:
                 self.on_full()
-            raise NoSpace(f"{what} {path}: no space left on device")
+            raise NoSpace(f"{call_name} {path}: no space left on device")
         if fault is DiskFault.IO_ERROR:
-            raise DiskFailed(f"{what} {path}: input/output error")
+            raise DiskFailed(f"{call_name} {path}: input/output error")
 
     def space_after(self, inode: Inode, size: int) -> int:
         """Return the free bytes if a file had `size` bytes; negative if they are too few.

@@ -577,23 +577,23 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
 async def test_a_server_owns_no_partition_until_a_witness_reaches_it(cluster):
     """Rule 6."""
     (first_server, session), (second_server, _) = cluster.member(), cluster.member()
-    board = PublishedReachability(ClusterNodes(session, ROOT))
+    reachability = PublishedReachability(ClusterNodes(session, ROOT))
     inbox = CallbackRecorder()
     await first_server.register(server_descriptor(1))
     async with run_meanwhile(first_server.follow(inbox)):
         await inbox.wait_for(lambda view: len(view.partitions_of(1)) == 4)
-        await board.publish(ServerId(1), ReachReport())
+        await reachability.publish(ServerId(1), ReachReport())
         await second_server.register(server_descriptor(2))
         view = await inbox.wait_for(lambda view: 2 in view.servers)
         assert len(view.partitions_of(1)) == 4
         assert view.excluded == {2}
         await second_server.change_preferences(server_descriptor(2, preferred=[3]))
         assert len((await first_server.read()).partitions_of(1)) == 4
-        await board.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
+        await reachability.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
         view = await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 2)
         assert not view.excluded
         assert 3 in view.partitions_of(2)
-        await board.publish(ServerId(1), ReachReport(unreachable={ServerId(2): "refused"}))
+        await reachability.publish(ServerId(1), ReachReport(unreachable={ServerId(2): "refused"}))
         await inbox.wait_for(lambda view: len(view.partitions_of(1)) == 4)
         await session.close()
     async with run_meanwhile(second_server.follow(inbox)):

@@ -246,10 +246,10 @@ def test_a_text_that_is_not_a_descriptor_is_an_error(text):
 def test_descriptors_that_are_not_valid_are_an_error():
     wrong_type = order_file()
     wrong_type.message_type[0].field[2].type_name = ".shop.Nothing"
-    circle = descriptor_pb2.FileDescriptorProto(name="c.proto", dependency=["c.proto"])
-    for file in (wrong_type, circle):
+    cycle = descriptor_pb2.FileDescriptorProto(name="c.proto", dependency=["c.proto"])
+    for file in (wrong_type, cycle):
         with pytest.raises(BadFormat, match="schema 7: Protobuf: "):
-            ProtobufCodec(schema_of(file, circle))
+            ProtobufCodec(schema_of(file, cycle))
     # A message with the name of a known type, and other fields.
     fake = descriptor_pb2.FileDescriptorProto(
         name="google/protobuf/timestamp.proto", package="google.protobuf", syntax="proto3"

@@ -189,12 +189,12 @@ def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None
     out = machine.deliver()
     assert out == [FetchHeaders(TransactionId(5), TransactionId(14))]
     assert deliver_all(machine) == []
-    got = list(
+    delivered = list(
         machine.on_headers_fetched(
             FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)
         )
     )
-    assert frames(got, 1) == frames(got, 2) == [(5, 10)]
+    assert frames(delivered, 1) == frames(delivered, 2) == [(5, 10)]
     (fetch,) = [outcome for outcome in deliver_all(machine) if isinstance(outcome, FetchHeaders)]
     assert fetch.first == 15
 

@@ -170,14 +170,14 @@ def test_a_disconnected_writer_does_not_delay_others() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
-    gone = [world.single(BOB, write=[HOT]) for _ in range(2)]
+    expired = [world.single(BOB, write=[HOT]) for _ in range(2)]
     committed = world.single(ALICE, write=[HOT])
     world.turn()
     world.mounts.on_connection_closed(B)
     world.pipeline.close(B)
     answered = results(world.commit())
     assert committed in answered
-    assert set(gone) <= answered.keys(), "rejections without a client are removed at once"
+    assert set(expired) <= answered.keys(), "rejections without a client are removed at once"
     assert world.pipeline.due_ms(world.now_ms) is None
 
 

@@ -730,9 +730,9 @@ def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
     (found,) = world.of(messages.ErrorResponse)[-1:]
     assert (found.req_id, found.error_code) == (ahead, errors.ClientAheadOfLog.code)
     world.send(B, messages.FeedRequest(mount, -1))
-    twice = world.send(B, messages.FeedRequest(mount, -1))
+    repeated = world.send(B, messages.FeedRequest(mount, -1))
     (found,) = world.of(messages.ErrorResponse)[-1:]
-    assert (found.req_id, found.error_code) == (twice, errors.BadRequest.code)
+    assert (found.req_id, found.error_code) == (repeated, errors.BadRequest.code)
 
 
 def test_a_congested_client_receives_no_feed_until_it_has_drained() -> None:

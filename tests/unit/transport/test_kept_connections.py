@@ -224,12 +224,12 @@ def test_a_connection_to_a_dead_host_is_closed(connection_with_clock, monkeypatc
 
 def test_the_number_of_connections_is_limited():
     async def scenario(port, _app):
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT_MAX)]
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT_MAX)]
         rejected, rejected_writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionResetError):
             assert await rejected.read() == b""
         rejected_writer.close()
-        for reader, writer in crowd:
+        for reader, writer in connections:
             writer.write(get("/"))
             assert await answer(reader) == b"0"
             writer.close()
