@@ -318,8 +318,8 @@ class Writer:
 def set_report_times(recorded: list[RecordedOutcome]) -> None:
     """Set the time of the report in the records that have none yet."""
     now_s = time.monotonic()
-    for each in recorded:
-        each.reported_s = each.reported_s or now_s
+    for record in recorded:
+        record.reported_s = record.reported_s or now_s
 
 
 def set_outcomes(pending: Pending) -> None:

@@ -41,7 +41,7 @@ def split_into_pieces(records, lineage, rows):
     for start in range(0, len(records), rows):
         part = records[start : start + rows]
         low, high = lineage[0].first + start, lineage[0].first + start + len(part) - 1
-        inside = [each for each in lineage if each.first <= high and each.last >= low]
+        inside = [entry for entry in lineage if entry.first <= high and entry.last >= low]
         yield ArchivedRecords(b"".join(part), np.array([len(each) for each in part]), inside)
 
 

@@ -346,7 +346,7 @@ async def permissions_are_changed_by_compare_and_set(world: ZooKeeperUnderTest, 
             group.create_task(each.permissions.change(add_limited_principal(number), author))
             for number, each in enumerate(changes, 1)
         ]
-    assert sorted(each.result().after.revision for each in results) == list(range(2, 8))
+    assert sorted(result.result().after.revision for result in results) == list(range(2, 8))
     now = await one.permissions.read_existing()
     assert sorted(now.limits) == [f"p{number}" for number in range(1, 7)]
     assert now.revision == 7

@@ -107,7 +107,7 @@ def read_table(table: Path | str, version: int | None = None) -> TableRows:
 def _without_nulls(value: object) -> object:
     """Return the value of a column without the fields that its payload lacks."""
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return value

@@ -181,7 +181,7 @@ class _ArchiveRun:
         none: list[list[int]] = [[] for _ in range(count)]
         next_row = first
         while time.perf_counter() - start_s < seconds:
-            rows = [_row(next_row + each, self._load.payload_bytes) for each in range(count)]
+            rows = [_row(next_row + number, self._load.payload_bytes) for number in range(count)]
             payload = encode_append(
                 [0] * count, rows, write_locks=none, read_locks=none, append_locks=none
             )
@@ -191,8 +191,8 @@ class _ArchiveRun:
                 await client.append_batch(PARTITION, payload, count, client_high_water_mark=-1)
             )
             next_row += count
-        for each in waiting:
-            await each
+        for waiter in waiting:
+            await waiter
         return next_row - first, time.perf_counter() - start_s
 
     async def _wait_until_archived(self, client: AsyncWaltzClient) -> None:

@@ -194,19 +194,21 @@ class _FailoverRun:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _is_complete(self) -> bool:
-        ports = {each.port for each in self.cluster.members if each.kind == "server"}
+        ports = {member.port for member in self.cluster.members if member.kind == "server"}
         view = await self._coordinator.read_servers()
         owners = {owner.server_id for owner in view.owners.values()}
         owner_count_min = min(len(ports), len(self.writers))
-        if {each.port for each in view.servers.values()} != ports or len(owners) < owner_count_min:
+        if {server.port for server in view.servers.values()} != ports or len(
+            owners
+        ) < owner_count_min:
             return False
-        storages = sum(each.kind == "storage" for each in self.cluster.members)
+        storages = sum(member.kind == "storage" for member in self.cluster.members)
         for writer in self.writers:
             metadata = (
                 await self._coordinator.read_partition(PartitionId(writer.partition))
             ).metadata
             states = metadata.states.values() if metadata else ()
-            if sum(each.closing_high_water_mark == UNRESOLVED for each in states) < storages:
+            if sum(state.closing_high_water_mark == UNRESOLVED for state in states) < storages:
                 return False
         return view.is_settled
 
@@ -270,7 +272,7 @@ async def _restart_all(run: _FailoverRun) -> None:
 async def _stop_zookeeper(run: _FailoverRun) -> None:
     """Kill ZooKeeper, and start it again after `OUTAGE_S`; count the partitions that moved."""
     before = await run.owners()
-    names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
+    names = [member.name for member in run.cluster.members if member.kind == "zookeeper"]
 
     async def stop_zookeeper() -> None:
         for name in names:

@@ -186,12 +186,12 @@ class _ManyPartitionsRun:
 
     async def _wait_until_owned(self) -> None:
         """Wait until all servers are registered and own all partitions."""
-        ports = {each.port for each in self.cluster.members if each.kind == "server"}
+        ports = {member.port for member in self.cluster.members if member.kind == "server"}
         until = time.perf_counter() + START_S_MAX
         async with open_session(self.cluster.connect) as coordinator:
             while time.perf_counter() < until:
                 view = await coordinator.read_servers()
-                if view.is_settled and {each.port for each in view.servers.values()} == ports:
+                if view.is_settled and {server.port for server in view.servers.values()} == ports:
                     return
                 await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"not all servers owned partitions within {START_S_MAX:.0f} s")

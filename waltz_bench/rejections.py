@@ -125,11 +125,11 @@ class _RejectionRun:
 
     async def wait_until_complete(self) -> None:
         """Wait until all servers are registered and own their partitions."""
-        ports = {each.port for each in self._cluster.members if each.kind == "server"}
+        ports = {member.port for member in self._cluster.members if member.kind == "server"}
         until = time.perf_counter() + WAIT_S_MAX
         while time.perf_counter() < until:
             view = await self._coordinator.read_servers()
-            if {each.port for each in view.servers.values()} == ports and view.is_settled:
+            if {server.port for server in view.servers.values()} == ports and view.is_settled:
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(

@@ -149,8 +149,8 @@ def _append_rows(client: WaltzClient, load: BenchLoad) -> Counter[int]:
         if len(waiting) >= load.in_flight * client.partition_count:
             waiting.popleft().result()
         waiting.append(client.append_batch(partition, payload, count, client_high_water_mark=-1))
-    for each in waiting:
-        each.result()
+    for waiter in waiting:
+        waiter.result()
     return balances
 
 

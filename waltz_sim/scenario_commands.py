@@ -188,7 +188,7 @@ class ScenarioRunner:
             network.block(machine, other)
             network.block(other, machine)
             for link in list(network.links.values()):
-                if {each.name for each in link.ends} == {machine, other}:
+                if {end.name for end in link.ends} == {machine, other}:
                     network.mute(link)
 
     def cut_one_way(self, name: str, other: str) -> None:

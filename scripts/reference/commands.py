@@ -64,7 +64,7 @@ def _subcommand(name: str, subcommand: Subcommand) -> Iterator[str]:
         return
     arguments_first = sorted(subcommand.params, key=lambda each: isinstance(each, click.Option))
     records = (each.get_help_record(context) for each in arguments_first)
-    rows = [_row(*each) for each in records if each is not None]
+    rows = [_row(*record) for record in records if record is not None]
     if rows:
         yield table(("argument or option", "default", "meaning"), rows)
 

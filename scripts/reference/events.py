@@ -216,7 +216,9 @@ def _literal_text(node: ast.expr) -> str:
 def _pair_names(node: ast.AST) -> list[str]:
     """Return the names in all pairs `("name", value)`, in order."""
     return [
-        _literal_text(each.elts[0])
-        for each in ast.walk(node)
-        if isinstance(each, ast.Tuple) and len(each.elts) == 2 and _literal_text(each.elts[0])
+        _literal_text(child_node.elts[0])
+        for child_node in ast.walk(node)
+        if isinstance(child_node, ast.Tuple)
+        and len(child_node.elts) == 2
+        and _literal_text(child_node.elts[0])
     ]

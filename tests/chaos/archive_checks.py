@@ -54,10 +54,10 @@ class SavedArchive:
         self.listed: set[str] = set()
         for partition, mark in marks.items():
             head = Manifest.from_bytes(store.read(mark.manifest), mark.manifest)
-            pages = [decode_page(each, store.read(each.name)) for each in head.pages]
-            self.objects[partition] += [each for page in pages for each in page.entries]
+            pages = [decode_page(page, store.read(page.name)) for page in head.pages]
+            self.objects[partition] += [entry for page in pages for entry in page.entries]
             self.objects[partition] += head.newest_objects
-            self.listed |= {mark.manifest, *(each.name for each in head.pages)}
+            self.listed |= {mark.manifest, *(page.name for page in head.pages)}
             self.listed |= {each.name for each in self.objects[partition]}
 
     def orphans(self, now_ms: int) -> list[str]:
@@ -78,9 +78,9 @@ class SavedArchive:
             return now_ms - replaced_ms < REPLACED_GRACE_MS
 
         return [
-            each.name
-            for each in self.files
-            if each.name not in self.listed and not was_replaced_recently(each)
+            file.name
+            for file in self.files
+            if file.name not in self.listed and not was_replaced_recently(file)
         ]
 
     def differences(self, log: Log) -> list[str]:

@@ -127,7 +127,7 @@ class Application:
         self._feed = Feed(directory / f"{name}.feed")
         self._key_count = 0
         count = client.partition_count
-        self._pending: dict[int, list[Any]] = {each: [] for each in range(count)}
+        self._pending: dict[int, list[Any]] = {number: [] for number in range(count)}
         accounts = _by_partition("account", ACCOUNTS, count)
         self._accounts = [[lock("account", each) for each in some] for some in accounts]
         self._counters = _by_partition("counter", COUNTERS, count)

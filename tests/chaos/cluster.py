@@ -386,7 +386,8 @@ class ChaosCluster:
         """
         view = self.show_cluster()
         if any(
-            set(each["engaged"]) != set(view["storages"]) for each in view["partitions"].values()
+            set(partition["engaged"]) != set(view["storages"])
+            for partition in view["partitions"].values()
         ):
             return False
         try:

@@ -396,15 +396,15 @@ class Round:
         self._applications.stop()
         self._applications.poll()
         recorded = [
-            each.recorded
+            message.recorded
             for client_run in self._applications.live_runs
-            for each in client_run.sent.values()
-            if began_s <= each.recorded.sent_s <= ended_s
+            for message in client_run.sent.values()
+            if began_s <= message.recorded.sent_s <= ended_s
         ]
         without_outcome = [
-            each
-            for each in recorded
-            if each.outcome not in (four_writers.OK, four_writers.REJECTED)
+            record
+            for record in recorded
+            if record.outcome not in (four_writers.OK, four_writers.REJECTED)
         ]
         self.outcome.counts["reported without faults"] += len(recorded)
         if without_outcome:
@@ -425,7 +425,9 @@ class Round:
         """
         cluster, applications = self._cluster, self._applications
         with cluster.client() as client:
-            lasts = {int(each): int(last) for each, last in client.high_water_marks().items()}
+            lasts = {
+                int(partition): int(last) for partition, last in client.high_water_marks().items()
+            }
         self._await_archive(
             "all transactions are archived", lambda: archive_checks.is_archived(cluster, lasts)
         )
@@ -433,7 +435,7 @@ class Round:
         # were.
         left_over = archive_checks.count_events(cluster)["collected files"]
         self.outcome.counts["collected files of failed attempts"] = left_over
-        names = [each for each in cluster.members if not each.startswith("zookeeper")]
+        names = [member for member in cluster.members if not member.startswith("zookeeper")]
         for name in names:
             cluster.kill(name)
         cluster.send_bucket_command(f"age {archive_checks.AGED_BY_MS}")
@@ -455,7 +457,7 @@ class Round:
     def _check_archive(self, log: Log) -> None:
         """Compare the archive with the log after the last sessions have archived and collected."""
         cluster, outcome = self._cluster, self.outcome
-        lasts = {each: log.last(each) for each in log.sessions}
+        lasts = {session: log.last(session) for session in log.sessions}
         directory = cluster.directory / "archive"
         orphans = ["the archive was never read"]
 
@@ -478,7 +480,7 @@ class Round:
 
         def is_bounded() -> bool:
             differences[:] = archive_checks.local_differences(
-                ((each, cluster.records(each)) for each in names), log
+                ((name, cluster.records(name)) for name in names), log
             )
             return not differences
 
@@ -490,7 +492,7 @@ class Round:
         counts = archive_checks.count_events(cluster)
         counts["objects"] = sum(map(len, archive.objects.values()))
         counts["verified objects"] = sum(
-            each["objects"] for each in verified["partitions"].values()
+            partition["objects"] for partition in verified["partitions"].values()
         )
         counts["files in the archive"] = len(archive.files)
         if counts["verified objects"] != counts["objects"]:

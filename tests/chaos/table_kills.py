@@ -273,7 +273,9 @@ def compare(written: WrittenLog, table: Path, writer: EndlessWriter) -> Iterator
             yield f"partition {partition}: transaction {transaction_id} is not the acknowledged one"
     before: dict[int, int] | None = None
     schema_before = ""
-    history = {each["version"]: each.get("userMetadata") for each in DeltaTable(table).history()}
+    history = {
+        commit["version"]: commit.get("userMetadata") for commit in DeltaTable(table).history()
+    }
     for version, metadata in sorted(history.items()):
         decoded = decode_marks(metadata)
         if decoded is None:

@@ -151,10 +151,10 @@ class CrashChecks:
         if not recorded.manifest:
             return set()
         head = Manifest.from_bytes(self.complete[recorded.manifest], recorded.manifest)
-        pages = [ManifestPage.from_bytes(self.complete[each.name], "") for each in head.pages]
+        pages = [ManifestPage.from_bytes(self.complete[page.name], "") for page in head.pages]
         entries = [*head.newest_objects, *(entry for page in pages for entry in page.entries)]
-        objects = {each.name for each in entries if each.last >= recorded.first}
-        return {recorded.manifest, *(each.name for each in head.pages), *objects}
+        objects = {entry.name for entry in entries if entry.last >= recorded.first}
+        return {recorded.manifest, *(page.name for page in head.pages), *objects}
 
     def check(self, contents, recorded, where):
         self.counts["states"] += 1

@@ -170,7 +170,7 @@ def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monke
     for change in steps[:written]:
         disk_state.apply_change(change)
     contents = disk_state.contents_after_crash(KeepNone())
-    assert any("pins" in each.parts for each in contents.files)
-    writes = [each for each in steps[written:] if isinstance(each, PositionMarker)]
+    assert any("pins" in file.parts for file in contents.files)
+    writes = [step for step in steps[written:] if isinstance(step, PositionMarker)]
     assert len(writes) > 2
     RestoredWorld(tmp_path, [*changes_of(contents), *writes], monkeypatch).check()

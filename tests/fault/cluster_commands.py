@@ -125,7 +125,7 @@ def partitions_not_engaged(cluster: LocalCluster) -> list[int]:
 
 
 def _unequal_partitions(cluster: LocalCluster) -> list[int]:
-    names = {f"127.0.0.1:{each.port}": each.name for each in cluster.members}
+    names = {f"127.0.0.1:{member.port}": member.name for member in cluster.members}
     found = []
     for number, assigned in assigned_replicas(cluster).items():
         first, *others = [_segment_files(cluster, names[each], number) for each in sorted(assigned)]

@@ -187,10 +187,10 @@ class Load:
             pending = self._pending.popleft()
             four_writers.set_outcomes(pending)
             self.ledger += pending.recorded
-            outcomes = [each.outcome for each in pending.recorded]
+            outcomes = [record.outcome for record in pending.recorded]
             self.committed += outcomes.count(four_writers.OK)
             self.failure_reasons += [
-                each.why for each in pending.recorded if each.outcome in ("lost", "unknown")
+                record.why for record in pending.recorded if record.outcome in ("lost", "unknown")
             ][:1]
             try:
                 outcome = pending.future.result()

@@ -78,8 +78,8 @@ def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[
 def test_the_balances_are_correct_after_each_process_has_been_killed(
     scenario: Scenario, database: str, tellers: list[Process]
 ) -> None:
-    for each in tellers:
-        each.await_commits()
+    for teller in tellers:
+        teller.await_commits()
     for number, name in enumerate(KILLED_ORDER):
         victim = tellers[number % TELLER_COUNT]
         if name == "teller":
@@ -90,9 +90,9 @@ def test_the_balances_are_correct_after_each_process_has_been_killed(
             victim.await_commits()
             scenario.cluster.start(name)
         victim.await_commits()
-    for each in tellers:
-        each.end()
-    journaled = [line for each in tellers for line in bank_teller.read_journal(each.journal)]
+    for teller in tellers:
+        teller.end()
+    journaled = [line for teller in tellers for line in bank_teller.read_journal(teller.journal)]
     assert any("repeated" in line for line in journaled), "no teller was killed in the middle"
     engine = create_engine(database)
     bank = bank_desk.Bank(scenario.cluster.connect, engine)
@@ -105,7 +105,7 @@ def test_the_balances_are_correct_after_each_process_has_been_killed(
     assert books == ledger.accounts
     assert sum(cents for cents, _ in books.values()) == ledger.brought_in
     assert all(
-        sum(each[3] for each in bank.history(account)) == cents
+        sum(movement[3] for movement in bank.history(account)) == cents
         for account, (cents, _) in books.items()
     )
     bank.close()

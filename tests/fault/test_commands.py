@@ -132,7 +132,9 @@ def test_servers_report_their_partitions_and_the_peers_that_they_can_reach(clust
     one, other = (member_address(cluster, f"server-{each}") for each in (1, 2))
     output = json_output(cluster, "server", "add-preferred-partition", "all", one)
     assert output["owns"] == [0, 1]
-    listed = {each["address"]: each for each in json_output(cluster, "server", "list")["servers"]}
+    listed = {
+        server["address"]: server for server in json_output(cluster, "server", "list")["servers"]
+    }
     assert listed[one]["preferred"] == listed[one]["partitions"] == [0, 1]
     assert listed[other]["partitions"] == []
     json_output(cluster, "server", "remove-preferred-partition", "0-1", one)
@@ -153,19 +155,19 @@ def test_servers_report_their_partitions_and_the_peers_that_they_can_reach(clust
 
 def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: LocalCluster):
     wait_until("the cluster is healthy", lambda: output_of(cluster, "cluster", "verify").code == 0)
-    found = json_output(cluster, "cluster", "verify", "--by-partition")
-    assert found["passed"]
-    assert all(all(checks.values()) for checks in found["partitions"].values())
+    output = json_output(cluster, "cluster", "verify", "--by-partition")
+    assert output["passed"]
+    assert all(all(checks.values()) for checks in output["partitions"].values())
     storage = member_address(cluster, "storage-2")
     at = ("--storage", storage, "--partition", "1")
     json_output(cluster, "storage", "availability", *at, "--online", "false")
     failed = output_of(cluster, "cluster", "verify", "--by-partition", "--json")
     assert failed.code == 1
-    found = json.loads(failed.out)
-    assert all(found["partitions"]["0"].values())
-    assert not found["partitions"]["1"]["storage"]
+    document = json.loads(failed.out)
+    assert all(document["partitions"]["0"].values())
+    assert not document["partitions"]["1"]["storage"]
     (repair,) = [
-        finding for finding in found["findings"] if "has taken its replica offline." in finding
+        finding for finding in document["findings"] if "has taken its replica offline." in finding
     ]
     words = repair.split("`")[1].split()[1:]
     assert output_of(cluster, *words).code == 0

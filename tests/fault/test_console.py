@@ -40,11 +40,11 @@ def gateway(cluster: LocalCluster) -> Iterator[GatewayProcess]:
 def append(gateway: GatewayProcess, *texts: str, partition: int = 0, header: int = 0) -> list[int]:
     """Append transactions; return their IDs."""
     client = GatewayClient(gateway.url)
-    rows = [{"data": each, "partition": partition, "header": header} for each in texts]
+    rows = [{"data": text, "partition": partition, "header": header} for text in texts]
     answer = client.append(*rows)
     client.close()
     assert answer.status == 200, answer
-    return [each["transaction_id"] for each in answer.body["outcomes"]]
+    return [outcome["transaction_id"] for outcome in answer.body["outcomes"]]
 
 
 def storage_card(console: ConsolePage, address: str, state: str) -> str:
@@ -59,7 +59,7 @@ def wait_until_healthy(console: ConsolePage, storage_count: int) -> None:
 def test_a_killed_storage_turns_red_is_replaced_through_the_page_and_turns_green(
     browser: Browser, cluster: LocalCluster, gateway: GatewayProcess
 ):
-    before = append(gateway, *(f"before {each}" for each in range(20)))
+    before = append(gateway, *(f"before {number}" for number in range(20)))
     old = member_address(cluster, "storage-2")
     with open_console(browser, gateway.url) as console:
         page = console.page
@@ -74,7 +74,7 @@ def test_a_killed_storage_turns_red_is_replaced_through_the_page_and_turns_green
 
         new = start_new_storage(cluster)
         admin_port = next(
-            each.admin_port for each in cluster.members if new.endswith(f":{each.port}")
+            member.admin_port for member in cluster.members if new.endswith(f":{member.port}")
         )
         console.open("#/changes")
         page.click('[data-change="replace-storage"]')

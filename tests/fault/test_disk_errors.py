@@ -217,25 +217,27 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     def is_unknown() -> bool:
         lines = "".join(log_of(scenario, name)[start:] for name, start in log.items())
         return all(
-            re.search(rf"replica.untrusted partition={each} .*replica={address}", lines)
-            for each in range(4)
+            re.search(rf"replica.untrusted partition={partition} .*replica={address}", lines)
+            for partition in range(4)
         )
 
     diagnosed = ClientConfig(request_timeout_ms=1000 * TEST_TIMEOUT_S)
     with WaltzClient(scenario.cluster.connect, diagnosed) as client:
-        futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
+        futures = [
+            client.append(scenario.row(partition), partition=partition) for partition in range(4)
+        ]
         wait_until("the old copy is not trusted", is_unknown)
         # All running storages have answered. If their answers sufficed to open a session, the
         # server would return a mark.
         with WaltzClient(
             scenario.cluster.connect, ClientConfig(request_timeout_ms=400)
         ) as second_client:
-            for each in range(4):
+            for partition in range(4):
                 with pytest.raises(Unavailable, match="within 400 ms: "):
-                    second_client.high_water_mark(each)
-        results = [each.exception() or each.result() for each in futures if each.done()]
+                    second_client.high_water_mark(partition)
+        results = [future.exception() or future.result() for future in futures if future.done()]
         assert results == []
         scenario.cluster.start("storage-3")
-        assert all(each.result(TEST_TIMEOUT_S) >= 0 for each in futures)
+        assert all(future.result(TEST_TIMEOUT_S) >= 0 for future in futures)
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()

@@ -90,7 +90,7 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
     for member in fault.members if fault.ends else ():
         assert "start it again" in findings[0]["sentence"]
         cluster.kill(member)
-    for line in {each["command"] for each in findings}:
+    for line in {finding["command"] for finding in findings}:
         diagnosed.run_daemon(line, settings_of(cluster, fault.members[0]))
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     diagnosed.check_rows(cluster.connect)
@@ -133,17 +133,17 @@ def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
     cluster = diagnosed.cluster()
     doctor_options = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
-    servers = [each.name for each in cluster.members if each.kind == "server"]
+    servers = [member.name for member in cluster.members if member.kind == "server"]
     for name in servers:  # frozen first: otherwise one server would remove the other
         cluster.kill(name, signal.SIGSTOP)
     for name in servers:
         cluster.kill(name)
     findings = run_doctor(*doctor_options)
     # ZooKeeper may have ended the session of one server, or of both.
-    assert {each["name"] for each in findings} in ({"server-unavailable"}, {"no-server"})
-    for each in findings:
-        if each["name"] == "server-unavailable":
-            run_printed_command(each["command"])
+    assert {finding["name"] for finding in findings} in ({"server-unavailable"}, {"no-server"})
+    for finding in findings:
+        if finding["name"] == "server-unavailable":
+            run_printed_command(finding["command"])
     (alone,) = await_findings(["no-server"], *doctor_options)
     diagnosed.run_daemon(alone["command"], settings_of(cluster, servers[0]))
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))

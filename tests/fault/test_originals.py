@@ -141,9 +141,9 @@ def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCl
         ):
             await client.subscribe(current_state, [0])
             members = {
-                f"{cluster.host}:{each.port}": each.name
-                for each in cluster.members
-                if each.kind == "server"
+                f"{cluster.host}:{member.port}": member.name
+                for member in cluster.members
+                if member.kind == "server"
             }
             async with asyncio.TaskGroup() as tasks:
                 is_over = asyncio.Event()

@@ -111,7 +111,7 @@ class Journal:
         """Check that no acknowledged append is lost or duplicated, and that the feed has no gap."""
         assert self.failures == []
         with WaltzClient(connect, PATIENT_CLIENT) as client:
-            log = {each: read_all(client, each) for each in range(PARTITIONS)}
+            log = {partition: read_all(client, partition) for partition in range(PARTITIONS)}
         rows = [row for each in log.values() for _, row in each]
         assert len(rows) == len(set(rows))
         for partition, found in log.items():
@@ -151,10 +151,10 @@ class Application:
         self._client.subscribe(Feed(journal))
         self._is_stopping = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(each,)) for each in range(PARTITIONS)
+            threading.Thread(target=self._run, args=(partition,)) for partition in range(PARTITIONS)
         ]
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Wait for all outcomes, and until the feed has delivered them."""

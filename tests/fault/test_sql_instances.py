@@ -189,11 +189,11 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
                     )
                 victim.kill()
                 instances[number % 2] = start()
-            for each in instances:
-                log.write_until_applied_by(each.name, 1)
+            for instance in instances:
+                log.write_until_applied_by(instance.name, 1)
             wait_until("all transactions are applied", lambda: read_marks(engine) == log.marks())
-            for each in instances:
-                each.end()
+            for instance in instances:
+                instance.end()
         finally:
             for each in instances:
                 each.kill()

@@ -49,10 +49,13 @@ def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
         scenario.cluster.kill("storage-2")
         scenario.cluster.kill("storage-3")
         with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
-            futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
-            assert not any(each.done() for each in futures)
+            futures = [
+                client.append(scenario.row(partition), partition=partition)
+                for partition in range(4)
+            ]
+            assert not any(future.done() for future in futures)
             scenario.cluster.start("storage-2")
-            assert all(each.result(TEST_TIMEOUT_S) >= 0 for each in futures)
+            assert all(future.result(TEST_TIMEOUT_S) >= 0 for future in futures)
         load.await_commits()
         scenario.cluster.start("storage-3")
         load.await_commits()
@@ -123,7 +126,9 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
 
         def is_found() -> bool:
             findings = run_doctor(*remote_options(cluster.connect))
-            return ("storage-slow", storage) in {(each["name"], each["about"]) for each in findings}
+            return ("storage-slow", storage) in {
+                (finding["name"], finding["about"]) for finding in findings
+            }
 
         wait_until("the doctor names the storage", is_found)
         load.await_commits()
@@ -131,7 +136,7 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
 
     def is_no_other_named() -> bool:
         findings = run_doctor(*remote_options(cluster.connect))
-        return not any(each["about"] in others for each in findings)
+        return not any(finding["about"] in others for finding in findings)
 
     # On a busy machine, another storage may not answer the doctor in time.
     wait_until("the doctor names no other storage", is_no_other_named)

@@ -87,9 +87,9 @@ def await_spread(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
     """Wait until all servers own something and each has a session of its generation."""
     wait_until(
         "both servers own partitions",
-        lambda: len({each[0] for each in owners(cluster).values()}) == 2,
+        lambda: len({owner[0] for owner in owners(cluster).values()}) == 2,
     )
-    wait_until("healthy", lambda: all(each[0] == 200 for each in healths(cluster).values()))
+    wait_until("healthy", lambda: all(health[0] == 200 for health in healths(cluster).values()))
     return owners(cluster)
 
 

@@ -253,12 +253,14 @@ def main() -> int:
     if arguments.worker:
         work(arguments)
         return 0
-    decoders = [BY_NAME[each] for each in arguments.decoder] if arguments.decoder else DECODERS
+    decoders = (
+        [BY_NAME[decoder] for decoder in arguments.decoder] if arguments.decoder else DECODERS
+    )
     if arguments.list:
-        print_line("\n".join(each.name for each in decoders))
+        print_line("\n".join(decoder.name for decoder in decoders))
     elif arguments.input:
-        for each in decoders:
-            check_limited(each, arguments.input.read_bytes())
+        for decoder in decoders:
+            check_limited(decoder, arguments.input.read_bytes())
     elif arguments.keep_seeds:
         keep_seeds(decoders)
     elif arguments.atheris:

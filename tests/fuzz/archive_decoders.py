@@ -75,7 +75,7 @@ def read_object(data: bytes) -> None:
     """Read an object completely, verify it, and build its index; each step may detect an error."""
     archive_object = ArchiveObject(data, "o")
     groups = range(min(archive_object.group_count, 100))
-    uses = [partial(archive_object.read_row_group, each) for each in groups]
+    uses = [partial(archive_object.read_row_group, group) for group in groups]
     uses += [lambda: list(archive_object.verify()), lambda: ObjectIndex(archive_object)]
     wrong = None
     for each in uses:

@@ -94,7 +94,9 @@ def with_header(protocol: WireProtocol, data: bytes) -> bytes:
 
 
 def hellos() -> list[bytes]:
-    encoded_hellos = [Connection(each, is_listener=True).first_bytes() for each in PROTOCOLS]
+    encoded_hellos = [
+        Connection(protocol, is_listener=True).first_bytes() for protocol in PROTOCOLS
+    ]
     return [
         each[FRAME_HEADER.size :] for each in (*encoded_hellos, codec.encode_hello(Hello((), "ü")))
     ]
@@ -224,7 +226,7 @@ def frame_of(message: messages.Message) -> bytes:
 
 def server_ranges() -> list[bytes]:
     records, entries = some_records()
-    headers = b"".join(each[:28] for each in records)
+    headers = b"".join(record[:28] for record in records)
     middle = (0, 7, entries)
     whole_log = [
         messages.RangeData(
@@ -254,7 +256,7 @@ def to_arrow(chunk) -> None:
             chunk.records, chunk.lengths, chunk.stamps, columns, partition_id=0
         )
         assert [row.data for row in chunk.rows()] == [
-            each for batch in found for each in batch.column("data").to_pylist()
+            row for batch in found for row in batch.column("data").to_pylist()
         ]
     else:
         columns.remove("data")

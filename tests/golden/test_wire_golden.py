@@ -115,5 +115,5 @@ def test_every_message_of_a_released_version_has_an_example():
     known = {(each["message"], each["version"]) for each in load("waltz_0_2.json")}
     for protocol, versions in wire_examples.RELEASED_VERSIONS.items():
         for version in versions:
-            for each in wire_examples.message_classes(protocol, version):
-                assert (each.__name__, version) in known
+            for message_class in wire_examples.message_classes(protocol, version):
+                assert (message_class.__name__, version) in known

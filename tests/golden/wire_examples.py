@@ -54,7 +54,7 @@ def to_json_value(value: object) -> Any:
     if isinstance(value, bytes | memoryview):
         return bytes(value).hex()
     if isinstance(value, tuple | list):
-        return [to_json_value(each) for each in value]
+        return [to_json_value(item) for item in value]
     return (
         [to_json_value(each) for each in dataclasses.astuple(value)]
         if is_dataclass_instance(value)
@@ -100,9 +100,9 @@ def add_missing_examples() -> None:
     known = {(each["message"], each["version"]) for each in found}
     for protocol, versions in RELEASED_VERSIONS.items():
         for version in versions:
-            for each in message_classes(protocol, version):
-                if (each.__name__, version) not in known:
-                    found.append(make_example(each, version))
+            for message_class in message_classes(protocol, version):
+                if (message_class.__name__, version) not in known:
+                    found.append(make_example(message_class, version))
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)
     EXAMPLES_FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 

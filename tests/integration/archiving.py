@@ -66,8 +66,8 @@ class ClusterArchive:
 
     def newest_manifest(self) -> Manifest | None:
         """Return the manifest with the highest last ID."""
-        names = [each for each in self.store.list_names("") if each.endswith(".json")]
-        found = [Manifest.from_bytes(self.store.read(each), each) for each in names]
+        names = [name for name in self.store.list_names("") if name.endswith(".json")]
+        found = [Manifest.from_bytes(self.store.read(name), name) for name in names]
         return max(found, key=lambda each: each.last, default=None)
 
     def last(self) -> int:
@@ -115,10 +115,10 @@ class ListedFiles:
         head = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
         assert not head.pages
         self.objects = head.newest_objects
-        listed = {mark.manifest, *(each.name for each in head.newest_objects)}
+        listed = {mark.manifest, *(entry.name for entry in head.newest_objects)}
         files = archive.store.list_files("")
-        assert listed <= {each.name for each in files}
-        self.garbage = [each for each in files if each.name not in listed]
+        assert listed <= {file.name for file in files}
+        self.garbage = [file for file in files if file.name not in listed]
         self.garbage_objects = [each for each in self.garbage if "/objects/" in each.name]
 
 

@@ -60,12 +60,12 @@ def test_permissions_and_tokens_reach_every_daemon(
     file = tmp_path / "token"
     token_id = change("token", "create", "ann", "--file", str(file))["token_id"]
     shown = access("list")
-    assert [(each["verb"], each["partitions"]) for each in shown["grants"]] == [
+    assert [(grant["verb"], grant["partitions"]) for grant in shown["grants"]] == [
         ("replicate", "all"),
         ("read", f"{PARTITION}"),
         ("append", f"{PARTITION}"),
     ]
-    assert [each["id"] for each in shown["tokens"]] == [token_id]
+    assert [token["id"] for token in shown["tokens"]] == [token_id]
     assert access("check", "ann", "append", "--partition", f"{PARTITION}")["permitted"] is True
     assert access("check", "ann", "append", "--partition", "0", code=1)["permitted"] is False
 

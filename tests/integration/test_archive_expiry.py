@@ -93,7 +93,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
     archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
         written = append_and_archive(cluster, archive)
-        before = min(oldest_segment_first_id(cluster, each) for each in STORAGES)
+        before = min(oldest_segment_first_id(cluster, storage) for storage in STORAGES)
         preview = expire(cluster, before)
         shown = f"partition 0: the archive has transactions 0..{len(written) - 1}"
         assert f"{shown}; those before {before} would expire\n" in preview
@@ -111,11 +111,11 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         mark = read_archived_mark(cluster)
         assert mark is not None
         manifest = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
-        expired = {each.name for each in manifest.newest_objects if each.last < first}
+        expired = {entry.name for entry in manifest.newest_objects if entry.last < first}
         assert expired
         assert expired < object_names(archive), "the grace period has not passed"
         collect_later(archive, mark, manifest.cluster_key)
-        assert object_names(archive) == {each.name for each in manifest.newest_objects} - expired
+        assert object_names(archive) == {entry.name for entry in manifest.newest_objects} - expired
         check_reads(cluster, written, first)
         expire(cluster, 10 * len(written), "--yes")
         assert first_of(cluster) == len(written), "the one after the archived mark"

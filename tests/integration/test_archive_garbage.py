@@ -99,14 +99,14 @@ def check_kills_leave_no_garbage(
                 versions = [
                     manifest_version_of(each.name) for each in ListedFiles(archive, mark).garbage
                 ]
-                return all(each is not None and each >= first_kept for each in versions)
+                return all(version is not None and version >= first_kept for version in versions)
 
             wait_until("only recently replaced manifests remain", is_clean)
         mark = read_archived_mark(cluster)
         assert mark is not None
         assert archive.payloads_of(ListedFiles(archive, mark).objects) == written
     members = (*STORAGES, "server-1")
-    logs = "".join(cluster.log_path(each).read_text(errors="replace") for each in members)
+    logs = "".join(cluster.log_path(member).read_text(errors="replace") for member in members)
     assert "storage.garbage_collected" in logs
     assert "collection_failed" not in logs
 

@@ -79,7 +79,7 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
     archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
         written = append_and_archive(cluster, archive)
-        starts = [oldest_segment_first_id(cluster, each) for each in STORAGES]
+        starts = [oldest_segment_first_id(cluster, storage) for storage in STORAGES]
         archived_only, also_local = archive.objects()[0], archive.objects()[-1]
         assert archived_only.last < min(starts)
         assert also_local.first > max(starts)
@@ -92,19 +92,19 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
 
         code, problems, messages = verify(cluster, "--repair")
         assert code == 1
-        assert [each["name"] for each in problems] == [archived_only.name, also_local.name]
+        assert [problem["name"] for problem in problems] == [archived_only.name, also_local.name]
         lost, repaired = problems
         assert not lost["is_repaired"]
         assert len(lost["failures"]) == len(STORAGES)
-        assert all("the log of this storage begins at" in each for each in lost["failures"]), lost[
-            "failures"
-        ]
+        assert all(
+            "the log of this storage begins at" in failure for failure in lost["failures"]
+        ), lost["failures"]
         assert f"{archived_only.name}: not repaired" in messages
         assert repaired["is_repaired"]
         assert f"{also_local.name}: repaired by storage {repaired['repaired_by']}" in messages
 
         code, problems, _ = verify(cluster)
-        assert (code, [each["name"] for each in problems]) == (1, [archived_only.name])
+        assert (code, [problem["name"] for problem in problems]) == (1, [archived_only.name])
         (tmp_path / "archive" / archived_only.name).write_bytes(bytes_before)
         assert verify(cluster)[:2] == (0, [])
         mark = read_archived_mark(cluster)

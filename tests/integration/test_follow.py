@@ -270,20 +270,20 @@ def test_two_followers_at_once_apply_each_batch_once(
 ):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
-    names = [tmp_path / name for name in "ab"]
+    paths = [tmp_path / name for name in "ab"]
     seeds = count()
 
     def log_lines(event: str) -> list[int]:
-        return [each.read_text().count(event) for each in names]
+        return [path.read_text().count(event) for path in paths]
 
     def has_conflict() -> bool:
         written.append(client, 25, next(seeds))
         return any(log_lines("follow.commit_conflict"))
 
     with ExitStack() as stack:
-        logs = [stack.enter_context(each.open("w")) for each in names]
-        for each in logs:
-            follower = stack.enter_context(subprocess.Popen(command, stderr=each))
+        logs = [stack.enter_context(path.open("w")) for path in paths]
+        for log in logs:
+            follower = stack.enter_context(subprocess.Popen(command, stderr=log))
             stack.callback(follower.kill)
         wait_until("both followers", lambda: log_lines("follow.started") == [1, 1])
         wait_until("a conflict of their commits", has_conflict)
@@ -348,8 +348,8 @@ def test_changed_rules_for_an_existing_table_are_an_error(
 def test_a_table_can_start_at_marks_or_at_a_time(
     written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
-    marks = {each: len(log) // 2 for each, log in enumerate(written.log)}
-    text = json.dumps({str(each): mark for each, mark in marks.items()})
+    marks = {number: len(log) // 2 for number, log in enumerate(written.log)}
+    text = json.dumps({str(partition): mark for partition, mark in marks.items()})
     table = tmp_path / "marks"
     follow(written, table, "--start-marks", text)
     assert marks_by_version(table)[0] == marks

@@ -102,7 +102,7 @@ def test_a_gateway_serves_its_health_and_metrics_pages(cluster: LocalCluster):
                 assert answer.status == 200
         with urllib.request.urlopen(page + "/metrics") as answer:
             lines = answer.read().decode().splitlines()
-        counted = [each for each in lines if each.startswith("waltz_gateway_requests_total{")]
+        counted = [line for line in lines if line.startswith("waltz_gateway_requests_total{")]
         assert any('operation="append"' in each for each in counted), counted
 
 

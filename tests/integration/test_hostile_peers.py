@@ -231,9 +231,9 @@ def test_a_thousand_unauthorized_peers_neither_stop_a_client_nor_fill_the_memory
         attack = asyncio.run(attacked(access, protocol, certificates.authorities))
     assert attack.opened_count > COUNT // 2
     assert attack.received
-    for each in attack.received:
-        assert b"Traceback" not in each
-        assert b".py" not in each
+    for message in attack.received:
+        assert b"Traceback" not in message
+        assert b".py" not in message
 
 
 @pytest.mark.parametrize("name", DAEMONS)

@@ -71,7 +71,9 @@ def has_lost_partition(client: OriginalClient) -> bool:
 
 def check_outcomes(world: World, clients: list[OriginalClient]) -> None:
     """Check that the log has each committed append once, and no append reported as failed."""
-    log = [Req(*struct.unpack_from(">iiii", each, 8)) for each in world.storages[1].logs[0].records]
+    log = [
+        Req(*struct.unpack_from(">iiii", record, 8)) for record in world.storages[1].logs[0].records
+    ]
     assert len(set(log)) == len(log)
     for client in clients:
         for each, is_committed in client.outcomes.items():

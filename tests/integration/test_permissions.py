@@ -241,7 +241,7 @@ def test_no_file_is_passed_after_a_revocation(access: ClusterAccess, replicas: R
     async def main():
         permitted, revoked = Reader(access, "writer", replicas), Reader(access, "read", replicas)
         links = [await each.connect() for each in (permitted, revoked)]
-        without = tuple(each for each in PERMISSIONS.grants if each.grantee != "read")
+        without = tuple(grant for grant in PERMISSIONS.grants if grant.grantee != "read")
         await asyncio.to_thread(access.write, dataclasses.replace(PERMISSIONS, grants=without))
         assert not revoked.is_passed(revoked.ticket)
         assert permitted.is_passed(permitted.ticket)

@@ -98,7 +98,7 @@ def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: ClusterAcc
     with WaltzClient(access.connect(GREEDY)) as client, moderate_appends(access) as moderate_ids:
         before = client.high_water_mark(partition)
         began_s = time.monotonic()
-        appended = [client.append(each, partition=partition) for each in payloads]
+        appended = [client.append(payload, partition=partition) for payload in payloads]
         ids = [each.result() for each in appended]
         # A server accepts a request of any size if the limit is not exhausted; the next request
         # waits.

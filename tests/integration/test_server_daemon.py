@@ -299,10 +299,12 @@ def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
         async with cluster(slow_append_ms=1) as (world, server):
             client = await connect(server)
             await client.mount()
-            names = {each.address for each in world.storages}
+            names = {storage.address for storage in world.storages}
 
             def is_logged() -> bool:
-                lines = [each for each in caplog.messages if each.startswith("append.slow ")]
+                lines = [
+                    message for message in caplog.messages if message.startswith("append.slow ")
+                ]
                 return all(any(f"replica={name} " in line for line in lines) for name in names)
 
             while not is_logged():

@@ -413,10 +413,10 @@ def test_followers_continue_after_zookeeper_was_killed_and_restarted(
 
 def check_log_has_one_line_of_each_loss_and_return(lines: list[str], host: str) -> None:
     """Check the log after two sessions were lost and replaced."""
-    lost = [each for each in lines if each.startswith("zookeeper.disconnected")]
-    found = [each for each in lines if each.startswith("zookeeper.connected")]
+    lost = [line for line in lines if line.startswith("zookeeper.disconnected")]
+    found = [line for line in lines if line.startswith("zookeeper.connected")]
     assert (len(lost), len(found)) == (2, 2)
-    assert sum(each.startswith("zookeeper.") for each in lines) == 4, (
+    assert sum(line.startswith("zookeeper.") for line in lines) == 4, (
         "the log must have no lines of connection attempts"
     )
     hosts, at = re.escape(host), r"at=20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"

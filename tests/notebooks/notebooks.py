@@ -45,13 +45,13 @@ class Notebook:
 
     def images(self) -> list[str]:
         """Return its pictures, in base64."""
-        data = [each.get("data", {}) for each in self.outputs]
+        data = [output.get("data", {}) for output in self.outputs]
         return [each["image/png"] for each in data if "image/png" in each]
 
     def table(self, source: str) -> list[dict[str, str]]:
         """Return the table that the only cell with this source shows; the index is column ''."""
         (cell,) = [cell for cell in self.code if source in cell.source]
-        data = [each.get("data", {}) for each in cell.outputs]
+        data = [output.get("data", {}) for output in cell.outputs]
         (shown,) = [each["text/html"] for each in data if "text/html" in each]
         rows = [
             [html.unescape(field).strip() for field in _FIELD.findall(row)]
@@ -65,7 +65,7 @@ class Notebook:
 
     def tables(self) -> list[str]:
         """Return all of its tables as text."""
-        data = [each.get("data", {}) for each in self.outputs]
+        data = [output.get("data", {}) for output in self.outputs]
         return [each["text/plain"] for each in data if "text/html" in each]
 
 

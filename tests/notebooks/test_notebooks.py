@@ -164,9 +164,14 @@ def expect_audit(notebook: Notebook) -> None:
     assert cause["cents"] == row["cents"]
     assert (cause["program"], cause["by"]) == ("import", "nordwind-w07.csv")
     history = notebook.table("history_of(KETTLE, partition).drop")
-    assert [each["by"] for each in history] == ["opening", "Anna", "Boris", "nordwind-w07.csv"]
-    assert [float(each["before"]) for each in history[1:]] == [
-        float(each["cents"]) for each in history[:-1]
+    assert [change["by"] for change in history] == [
+        "opening",
+        "Anna",
+        "Boris",
+        "nordwind-w07.csv",
+    ]
+    assert [float(change["before"]) for change in history[1:]] == [
+        float(change["cents"]) for change in history[:-1]
     ]
     assert "prices that are less than half of the old ones: 0\n" in notebook.output()
 

@@ -369,7 +369,7 @@ class World:
     def check_rejections(self) -> None:
         """Check that the listed rejections are the newest reported ones, without lost rows."""
         listed = self.pipeline.rejections.newest_first(TransactionId(len(self.log) - 1))
-        found = [(each.req_id, each.reason, each.conflict) for each in reversed(listed)]
+        found = [(name.req_id, name.reason, name.conflict) for name in reversed(listed)]
         assert found == list(self.rejected)
 
 

@@ -184,8 +184,8 @@ def segments_removed_before_the_start_is_durable() -> Patches:
             original(self, start, slot)
         finally:
             self.write_slot = write
-        for each in written:
-            write(each)
+        for written_slot in written:
+            write(written_slot)
 
     yield replaced(LogFiles, "begin_after", begin_after)
 
@@ -371,14 +371,16 @@ def collection_ignores_the_starts_of_logs() -> Patches:
     original = SessionArchiver._collect_garbage
 
     def _collect_garbage(self, capable, replicas, now_ms):
-        starts = {each: each.repair.start for each in replicas if each.repair is not None}
-        for each in starts:
-            each.repair.start = BEFORE_FIRST
+        starts = {
+            replica: replica.repair.start for replica in replicas if replica.repair is not None
+        }
+        for replica in starts:
+            replica.repair.start = BEFORE_FIRST
         try:
             original(self, capable, replicas, now_ms)
         finally:
-            for each, start in starts.items():
-                each.repair.start = start
+            for replica, start in starts.items():
+                replica.repair.start = start
 
     yield replaced(SessionArchiver, "_collect_garbage", _collect_garbage)
 
@@ -391,7 +393,7 @@ def replacement_is_not_compared() -> Patches:
     """A replaced object may have reconstructed batches, and another chain than the manifest."""
 
     def _replaced_entry(entries, job):
-        return next(each for each in entries if each.name == job.replaced_object.name)
+        return next(entry for entry in entries if entry.name == job.replaced_object.name)
 
     yield replaced(archive_pieces, "RECONSTRUCTED", object())
     yield replaced(simulated_archive, "_replaced_entry", _replaced_entry)
@@ -452,7 +454,7 @@ def object_expires_too_early() -> Patches:
     def _first_unexpired(present, before, before_ms):
         first_unexpired = original(present, before, before_ms)
         return next(
-            (each.last + 1 for each in present.newest_objects if each.first == first_unexpired),
+            (entry.last + 1 for entry in present.newest_objects if entry.first == first_unexpired),
             first_unexpired,
         )
 

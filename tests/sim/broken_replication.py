@@ -247,7 +247,9 @@ def late_replica_counts_at_once() -> Patches:
 
     def _commit(self, now_ms):
         marked = (ReplicaStage.ENGAGED, ReplicaStage.READY)
-        marks = [each.synced_last for each in self.replicas.values() if each.stage in marked]
+        marks = [
+            replica.synced_last for replica in self.replicas.values() if replica.stage in marked
+        ]
         if self.window.commit(min(quorum_mark(marks, self.quorum), self.window.last)):
             self._progress_ms = now_ms
             chain = self.window.committed_chain
@@ -257,9 +259,9 @@ def late_replica_counts_at_once() -> Patches:
 
     def submit(self, batch, now_ms):
         self.window.add(batch, self.claim.session_id, now_ms)
-        for each in self.replicas.values():
-            if each.is_marked:
-                self._send_from_window(each, now_ms)
+        for replica in self.replicas.values():
+            if replica.is_marked:
+                self._send_from_window(replica, now_ms)
 
     yield replaced(StoreSession, "_send_from_window", _feed)
     yield replaced(StoreSession, "_commit", _commit)

@@ -327,7 +327,7 @@ def group_continues_after_a_rejection() -> Patches:
 
     def _append_group(log, requests, result, clock_s):
         original(log, requests, result, clock_s)
-        good = [each for each in result.outcomes if not isinstance(each, Exception)]
+        good = [outcome for outcome in result.outcomes if not isinstance(outcome, Exception)]
         if good:
             result.outcomes[:] = [
                 replace(good[-1], sequence=request.message.sequence) for request in requests

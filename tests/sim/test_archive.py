@@ -180,7 +180,7 @@ def test_a_damaged_object_is_replaced_from_a_log(damage):
     assert world.archive.is_damaged(old)
     archive_faults._repair_objects(world.cluster, 10)
     world.wait_for("archive.object_replaced")
-    world.wait(lambda: old.name not in {each.name for each in listed(world)})
+    world.wait(lambda: old.name not in {entry.name for entry in listed(world)})
     assert listed(world)[0][1:4] == old[1:4]
     assert not any(map(world.archive.is_damaged, listed(world)))
     world.cluster.run_until_recovered()
@@ -311,10 +311,10 @@ def test_zookeeper_loses_the_newest_mark_of_a_session():
     assert world.counts["fault lose_marks"] == 1
     after = world.cluster.coordinator.marker.archived
     assert after.last < before.last
-    names = {each.name for each in world.archive.listed_objects(before)}
+    names = {listed_object.name for listed_object in world.archive.listed_objects(before)}
     world.wait_for("archived")
     world.cluster.run_until_recovered()
-    assert names - {each.name for each in listed(world)}
+    assert names - {entry.name for entry in listed(world)}
 
 
 def test_marks_are_lost_only_where_zookeeper_may_lose_data(world):

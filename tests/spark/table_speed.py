@@ -117,7 +117,7 @@ def cpu_seconds(spark: SparkSession) -> float:
     """Return the CPU time of Spark's Java, its Python workers and this process."""
     java = psutil.Process(spark.sparkContext._gateway.proc.pid)
     times = [psutil.Process().cpu_times(), java.cpu_times()]
-    times += [each.cpu_times() for each in java.children(recursive=True)]
+    times += [child.cpu_times() for child in java.children(recursive=True)]
     return sum(each.user + each.system for each in times)
 
 

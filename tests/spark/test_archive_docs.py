@@ -86,14 +86,19 @@ def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: p
     ids = range(objects[0]["first"], objects[-1]["last"] + 1)
     assert ROWS_OF_ONE <= len(ids) < APPENDS * ROWS_OF_ONE
     assert names["table"].column("transaction_id").to_pylist() == list(ids)
-    assert names["table"].column("data").to_pylist() == [b"row %d" % each for each in ids]
-    counts = [len([each for each in ids if each % HEADERS == header]) for header in range(HEADERS)]
+    assert names["table"].column("data").to_pylist() == [
+        b"row %d" % transaction_id for transaction_id in ids
+    ]
+    counts = [
+        len([transaction_id for transaction_id in ids if transaction_id % HEADERS == header])
+        for header in range(HEADERS)
+    ]
     assert names["by_header"] == list(enumerate(counts))
-    ones = [b"row %d" % each for each in ids if each % HEADERS == 1]
+    ones = [b"row %d" % transaction_id for transaction_id in ids if transaction_id % HEADERS == 1]
     assert names["payloads"]["data"].to_list() == ones
     rows = names["rows"].select("transaction_id", "data").orderBy("transaction_id").collect()
-    assert [(each[0], bytes(each[1])) for each in rows] == [
-        (each, b"row %d" % each) for each in ids
+    assert [(row[0], bytes(row[1])) for row in rows] == [
+        (transaction_id, b"row %d" % transaction_id) for transaction_id in ids
     ]
 
 

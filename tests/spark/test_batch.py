@@ -286,7 +286,7 @@ def test_mode_sets_whether_unpackable_payloads_fail_are_null_or_are_dropped(
     rows = reader.schema("n long, transaction_id long").load(connect).collect()
     assert [row.n for row in rows] == [1, 4, 7, None]
     ids = [row.transaction_id for row in rows]
-    assert [each - ids[0] for each in ids] == [0, 3, 6, 7]
+    assert [transaction_id - ids[0] for transaction_id in ids] == [0, 3, 6, 7]
     # A payload that lacks a required column is handled according to the mode, too.
     required = reader.option("requiredColumns", "N").schema("n long")
     assert [row.n for row in required.load(connect).collect()] == [1, 4, 7]

@@ -275,7 +275,7 @@ def test_a_completed_write_appends_no_rows_again(write: Write) -> None:
         again.write_task(batches_of(part), task, 1)
         for task, part in enumerate((rows[40:], rows[20:40], rows[:20]))
     ]
-    assert [(each.was_done, each.committed, each.rows.rows) for each in tasks] == [
+    assert [(task.was_done, task.committed, task.rows.rows) for task in tasks] == [
         (True, 0, 10), (True, 0, 20), (True, 0, 20),
     ]  # fmt: skip
     write.finish(again, *tasks)

@@ -309,11 +309,11 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_the_group_is_down(
             for each in range(4)
             if client.replicas(0, group=each).replicas_in_group == (member_address(log, near),)
         )
-    before = {each: read_bytes(log, each) for each in names}
+    before = {name: read_bytes(log, name) for name in names}
     at_kill: dict[str, float] = {}
 
     def kill() -> None:
-        at_kill.update({each: read_bytes(log, each) - before[each] for each in names})
+        at_kill.update({name: read_bytes(log, name) - before[name] for name in names})
         log.kill(near)
 
     try:

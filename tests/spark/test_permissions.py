@@ -123,7 +123,7 @@ def test_a_row_whose_lock_belongs_to_another_partition_must_name_one(
 def test_a_client_of_some_partitions_needs_no_other_permissions(tenant: str) -> None:
     with WaltzClient(tenant, partitions=[1, 3]) as client:
         ids = [client.append(b"in turn") for _ in range(4)]
-        assert all(each.result() >= 0 for each in ids)
+        assert all(future.result() >= 0 for future in ids)
         assert client.mount().keys() == client.high_water_marks().keys() == {1, 3}
 
 

@@ -172,7 +172,7 @@ def test_a_named_table_without_rows_is_followed_from_a_start(
     spark.sql(f"CREATE DATABASE named LOCATION '{tmp_path}/named'")
     columns = "id BIGINT, op STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
     spark.sql(f"CREATE TABLE named.accounts ({columns}) USING delta")
-    start = {each: end // 2 for each, end in end_marks(written).items()}
+    start = {partition: end // 2 for partition, end in end_marks(written).items()}
     marks = follow_table(
         spark, written.connect, "named.accounts", start=start, batch_transactions=1000
     )

@@ -38,7 +38,9 @@ class PackagedDaemon(NamedTuple):
 @cache
 def yaml_documents(path: Path) -> list[dict[str, Any]]:
     """Return the documents of a YAML file."""
-    return [each for each in yaml.safe_load_all(path.read_text(encoding="utf-8")) if each]
+    return [
+        document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document
+    ]
 
 
 def image_variables() -> dict[str, str]:

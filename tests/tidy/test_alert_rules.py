@@ -75,22 +75,22 @@ class Cluster:
 
     def set(self, pattern: str, value: float, growth: float = 0) -> None:
         """Let the series whose names match have other values."""
-        names = [each for each in self.during if re.search(pattern, each)]
+        names = [name for name in self.during if re.search(pattern, name)]
         assert names, pattern
         self.during |= dict.fromkeys(names, LinearValues(value, growth))
 
     def grow(self, pattern: str, growth: float) -> None:
         """Let the series whose names match grow."""
-        names = [each for each in self.during if re.search(pattern, each)]
+        names = [name for name in self.during if re.search(pattern, name)]
         assert names, pattern
-        self.during |= {each: LinearValues(self.during[each].start, growth) for each in names}
+        self.during |= {name: LinearValues(self.during[name].start, growth) for name in names}
 
     def end(self, pattern: str) -> None:
         """End the series whose names match."""
-        names = [each for each in self.during if re.search(pattern, each)]
+        names = [name for name in self.during if re.search(pattern, name)]
         assert names, pattern
-        for each in names:
-            del self.during[each]
+        for name in names:
+            del self.during[name]
 
     def kill(self, *instances: str) -> None:
         """Let the scrapes of some daemons fail."""

@@ -40,9 +40,9 @@ def test_the_notebook_was_executed_from_top_to_bottom(path: Path):
     code = cells_of(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert [each for each in outputs if each["output_type"] == "error"] == []
-    assert [each for each in outputs if each.get("name") == "stderr"] == []
-    assert any("image/png" in each.get("data", {}) for each in outputs), "no plot"
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    assert [output for output in outputs if output.get("name") == "stderr"] == []
+    assert any("image/png" in output.get("data", {}) for output in outputs), "no plot"
     assert "".join(code[-1]["source"]).endswith("everything.close()")
 
 

@@ -112,7 +112,7 @@ def test_helm_accepts_the_chart() -> None:
 
 def test_the_manifests_are_those_of_the_chart() -> None:
     assert sorted(yaml_documents(MANIFESTS_FILE), key=str) == sorted(
-        (each for each in yaml.safe_load_all(rendered()) if each), key=str
+        (document for document in yaml.safe_load_all(rendered()) if document), key=str
     )
 
 

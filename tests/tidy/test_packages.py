@@ -176,14 +176,18 @@ def test_daemons_of_the_compose_file_have_valid_settings() -> None:
 def test_the_compose_file_creates_the_cluster_of_its_storages() -> None:
     services = compose_services()
     options = parse_command(services["create"]["command"])
-    storages = [each for each in compose_daemons() if isinstance(each.config, StorageConfig)]
-    assert list(options["storage"]) == [address_of(each) for each in storages]
+    storages = [
+        compose_daemon
+        for compose_daemon in compose_daemons()
+        if isinstance(compose_daemon.config, StorageConfig)
+    ]
+    assert list(options["storage"]) == [address_of(storage) for storage in storages]
     connects = {
         service["environment"]["WALTZ_CONNECT"]
         for name, service in services.items()
         if not name.startswith("zookeeper")
     }
-    assert {each.config.connect for each in storages} == connects
+    assert {storage.config.connect for storage in storages} == connects
     hosts = parse_connect_string(connects.pop()).hosts
     assert list(hosts) == [f"{name}:2181" for name in services if name.startswith("zookeeper")]
 
@@ -254,46 +258,48 @@ def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) 
         mounts = {each["mountPath"] for each in container["volumeMounts"]}
         folders = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
         assert set(folders) <= mounts
-    for each in pods:
-        if isinstance(each.config, GatewayConfig):
-            assert each.config.https_certificate == files["tls_certificate"]
-            assert each.config.https_key == files["tls_key"]
+    for pod in pods:
+        if isinstance(pod.config, GatewayConfig):
+            assert pod.config.https_certificate == files["tls_certificate"]
+            assert pod.config.https_key == files["tls_key"]
             continue
-        settings_path = Path(parse_connect_string(each.config.connect).tls)
+        settings_path = Path(parse_connect_string(pod.config.connect).tls)
         assert settings_path.as_posix() == "/etc/waltz/settings/tls.toml"
         (tmp_path / settings_path.name).write_text(render_toml("tls", files), encoding="utf-8")
-        connect = each.config.connect.replace(str(settings_path.parent), str(tmp_path))
-        check_network(replace(each.config, connect=connect))
+        connect = pod.config.connect.replace(str(settings_path.parent), str(tmp_path))
+        check_network(replace(pod.config, connect=connect))
 
 
 def test_the_job_creates_the_cluster_of_the_storages(pods: list[PackagedDaemon]) -> None:
     (job,) = manifests_of_kind("Job").values()
     (container,) = pod_specification(job)["containers"]
     options = parse_command(container["args"])
-    storages = [address_of(each) for each in pods if isinstance(each.config, StorageConfig)]
-    assert list(options["storage"]) == [f"{each}:{group}" for group, each in enumerate(storages)]
-    (connect,) = {str(each.config.connect).partition("?")[0] for each in pods}
+    storages = [address_of(pod) for pod in pods if isinstance(pod.config, StorageConfig)]
+    assert list(options["storage"]) == [
+        f"{storage}:{group}" for group, storage in enumerate(storages)
+    ]
+    (connect,) = {str(pod.config.connect).partition("?")[0] for pod in pods}
     assert options["connect"] == connect
 
 
 def test_ports_and_probes_of_the_manifests() -> None:
     for name, workload in replicated_workloads().items():
         (container,) = pod_specification(workload)["containers"]
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         expected = DEFAULT_PORTS[name.rpartition("-")[2]]
         assert sorted(ports.values()) == sorted(expected.values())
         (service,) = (
             each for each in manifests_of_kind("Service").values() if selects(each, workload)
         )
-        assert {each["name"]: each["port"] for each in service["spec"]["ports"]} == ports
+        assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
         probes = {key: value for key, value in container.items() if key.endswith("Probe")}
-        assert {key: each["httpGet"]["path"] for key, each in probes.items()} == {
+        assert {key: probe["httpGet"]["path"] for key, probe in probes.items()} == {
             "startupProbe": "/livez",
             "livenessProbe": "/livez",
             "readinessProbe": "/readyz",
         }
-        assert {each["httpGet"]["path"] for each in probes.values()} <= PAGES
-        assert {each["httpGet"]["port"] for each in probes.values()} == {"http"}
+        assert {probe["httpGet"]["path"] for probe in probes.values()} <= PAGES
+        assert {probe["httpGet"]["port"] for probe in probes.values()} == {"http"}
 
 
 def selects(service: dict[str, dict[str, object]], found: dict[str, object]) -> bool:

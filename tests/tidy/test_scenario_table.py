@@ -75,7 +75,7 @@ def test_no_file_is_mapped_into_memory():
         for each in sources_under("waltz_core")
         if "mmap" in each.text or "memmap" in each.text or "memory_map" in each.text
         for node in each.nodes
-        if (isinstance(node, ast.Import) and any(each.name == "mmap" for each in node.names))
+        if (isinstance(node, ast.Import) and any(alias.name == "mmap" for alias in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == "mmap")
         or (isinstance(node, ast.Attribute) and node.attr in {"memmap", "memory_map"})
     ]

@@ -128,12 +128,12 @@ def faults_of_toml(block: Block) -> Iterator[str]:
     except tomllib.TOMLDecodeError as error:
         yield str(error)
         return
-    if values and all(isinstance(each, dict) for each in values.values()):  # tables of `follow`
+    if values and all(isinstance(value, dict) for value in values.values()):  # tables of `follow`
         names = {name for section in values.values() for name in section}
         yield from sorted(names - set(TableOptions._fields[1:]))
         return
     for kind in CONFIG_TYPES_BY_KIND.values():
-        if values.keys() <= {each.name for each in fields(kind)}:
+        if values.keys() <= {field.name for field in fields(kind)}:
             try:
                 kind(**values)
             except BadConfig as error:

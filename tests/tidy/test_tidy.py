@@ -505,13 +505,16 @@ def test_nothing_is_pickled_or_evaluated():
 def test_assertions_have_no_effect():
     """Python can be configured to skip assertions, and with them their effects."""
     wrong = [
-        f"{s.path}:{each.lineno} does something: {ast.unparse(each)}"
+        f"{s.path}:{child_node.lineno} does something: {ast.unparse(child_node)}"
         for s in product_sources()
         for node in s.nodes
         if isinstance(node, ast.Assert)
-        for each in ast.walk(node)
-        if isinstance(each, ast.NamedExpr | ast.Await | ast.Yield)
-        or (isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] in CHANGES)
+        for child_node in ast.walk(node)
+        if isinstance(child_node, ast.NamedExpr | ast.Await | ast.Yield)
+        or (
+            isinstance(child_node, ast.Call)
+            and ast.unparse(child_node.func).split(".")[-1] in CHANGES
+        )
     ]
     fail_if_any(wrong, "assertions that have an effect")
 

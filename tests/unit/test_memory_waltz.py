@@ -417,7 +417,7 @@ def test_closing_memory_waltz_closes_its_clients_and_ends_its_thread():
     with pytest.raises(errors.UsageError, match="closed"):
         client.append(b"b")
     assert not [each for each in threading.enumerate() if each.name == "waltz-memory"]
-    assert [each.data for each in waltz.transactions(0)] == [b"a"]
+    assert [transaction.data for transaction in waltz.transactions(0)] == [b"a"]
     with pytest.raises(errors.UnknownPartition):
         waltz.transactions(1)
 

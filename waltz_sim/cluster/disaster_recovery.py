@@ -114,7 +114,7 @@ class DisasterRecovery:
             self._claim_session(newest)
             await self._query_storages()
             nacks = [each for each in self._received.values() if isinstance(each, Nack)]
-            newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
+            newest = SessionId(max((nack.promised for nack in nacks), default=NO_SESSION))
             if newest < self._session_id:
                 return await self._decide()
         raise CommandDied("other owners claim later sessions")
@@ -178,7 +178,7 @@ class DisasterRecovery:
             if self._accepted not in logs:
                 raise CommandDied(f"{self._accepted} did not answer")
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
-            members = (self._accepted, *(each for each in others if each != self._accepted))
+            members = (self._accepted, *(other for other in others if other != self._accepted))
             log = logs[self._accepted]
             decision = RebuildDecision(self._partition_id, self._accepted, log, members)
         declared = decision.with_log_session(self._session_id)
@@ -233,15 +233,15 @@ class DisasterRecovery:
     async def _add_replicas(self, others: "Sequence[ReplicaId]") -> None:
         """Assign the other replicas one by one, each after the assigned replicas are engaged."""
         cluster = self._cluster
-        for each in others:
+        for other in others:
             for _ in range(POLLS_MAX):
                 if cluster.has_all_engaged():
                     break
                 await asyncio.sleep(POLL_INTERVAL_S)
             states = cluster.coordinator.metadata
-            if not cluster.has_all_engaged() or states is None or each in cluster.replicas:
+            if not cluster.has_all_engaged() or states is None or other in cluster.replicas:
                 raise CommandDied("others change the replicas, or they do not recover")
-            cluster.reassign((*cluster.replicas, each))
+            cluster.reassign((*cluster.replicas, other))
             self._die_if_planned_after("add")
 
     def _is_below_archived_mark(self) -> bool:
@@ -273,9 +273,9 @@ class DisasterRecovery:
             if isinstance(answer, Prepared)
         }
         sound = [
-            each
-            for each, log in logs.items()
-            if log.is_trusted and not cluster.budget.has_lost_data(cluster.storages[each])
+            replica
+            for replica, log in logs.items()
+            if log.is_trusted and not cluster.budget.has_lost_data(cluster.storages[replica])
         ]
         engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
         is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])

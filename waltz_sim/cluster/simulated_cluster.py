@@ -329,12 +329,12 @@ class SimCluster:
         """Whether no work is in progress, and all replicas hold the whole log."""
         if self.workload.pending_count or not self.has_all_engaged():
             return False
-        if any(each.running_count for each in self.context_clients):
+        if any(context_client.running_count for context_client in self.context_clients):
             return False
         if not self.checks.outcomes.have_all_feeds_ended():
             return False
         last = self.checks.history.last
-        logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
+        logs = [self.storages[replica].log for replica in self.coordinator.assignment.replicas]
         return all(log is not None and log.synced_max == last for log in logs)
 
     def is_repaired(self) -> bool:

@@ -373,9 +373,9 @@ def _lose_log_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimSt
         return
     if victim.is_up and not cluster.is_recovering and cluster.budget.may_lose_data(victim):
         cluster.budget.record_loss(victim)
-        for each in others:
-            each.kill()
-            keep_down(cluster, each, 2_000)
+        for other in others:
+            other.kill()
+            keep_down(cluster, other, 2_000)
         victim.trusts_fsync = False
         victim.lose_power(Survival.NOTHING, with_lies=True)
         restore_trust_later(cluster, victim, after_ms=1_000)

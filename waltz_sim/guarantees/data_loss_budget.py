@@ -82,7 +82,7 @@ class DataLossBudget:
             for name, state in metadata.states.items()
             if name != victim.replica
         ]
-        others = [each for each in rest if each[1].closing_high_water_mark == UNRESOLVED]
+        others = [other for other in rest if other[1].closing_high_water_mark == UNRESOLVED]
         if len(metadata.states) < 2 or not others:
             return False
         unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]

@@ -264,7 +264,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         is_other_log = not self._is_same_log(StreamOffset(ends, cluster))
         if recreated := [
-            each for each in planned_ends if each in partitions_past_end or is_other_log
+            partition
+            for partition in planned_ends
+            if partition in partitions_past_end or is_other_log
         ]:
             if options.fails_on_data_loss:
                 problem = self._other_cluster_text(cluster, key)
@@ -279,7 +281,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             _log.warning("spark.micro_batch_skipped partitions=%s", recreated)
             spans = [span for span in spans if span.partition not in recreated]
         first_ids = first_available_ids({span.partition: sources[span.partition] for span in spans})
-        begin = {each: begin[each] for each in first_ids}
+        begin = {partition: begin[partition] for partition in first_ids}
         begin = raise_to_first_available(options, begin, first_ids, _START_OF_STREAM)
         ends = {each: max(ends[each], at) for each, at in begin.items()}
         spans = planning.spans(begin, ends, options.transaction_ids)

@@ -146,8 +146,8 @@ class _ProgressListener(StreamingQueryListener):
         progress = event.progress
         query = str(progress.id)
         open_counts(query)  # it may have started before the export
-        ends = [offset_of(each["endOffset"]) for each in progress["sources"]]
-        log_ends = [each for each in ends if each is not None]
+        ends = [offset_of(source["endOffset"]) for source in progress["sources"]]
+        log_ends = [end for end in ends if end is not None]
         now = _Progress(progress.name or query, str(progress.runId), log_ends, read_counts(query))
         _queries.note(query, now)
 

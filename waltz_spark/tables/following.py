@@ -203,11 +203,16 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             log,
             [
                 TableProgress(
-                    each.target,
-                    each.name,
-                    TableMarks(follower, cluster, marks, each.rules.stored_rules(each.headers)),
+                    opened_table.target,
+                    opened_table.name,
+                    TableMarks(
+                        follower,
+                        cluster,
+                        marks,
+                        opened_table.rules.stored_rules(opened_table.headers),
+                    ),
                 )
-                for each in opened_tables
+                for opened_table in opened_tables
             ],
             batch_transactions=batch_transactions,
             on_progress=on_progress,
@@ -217,7 +222,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         finally:
             log.release()
     by_table = {
-        each.name: dict(mark.marks) for each, mark in zip(opened_tables, final_marks, strict=True)
+        opened_table.name: dict(mark.marks)
+        for opened_table, mark in zip(opened_tables, final_marks, strict=True)
     }
     return by_table if table is None else by_table[table]
 

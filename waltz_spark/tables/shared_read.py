@@ -147,7 +147,7 @@ class SharedSparkFollowedLog:
             Unavailable: a partition does not answer.
         """
         self.release()
-        lowest_starts = {each: min(marks[each] for marks in starts) for each in ends}
+        lowest_starts = {partition: min(marks[partition] for marks in starts) for partition in ends}
         options = {
             **self._options,
             "startingHighWaterMarks": marks_as_json(lowest_starts),
@@ -156,7 +156,9 @@ class SharedSparkFollowedLog:
         reader = WaltzDataSource(options).reader(_LOG_SCHEMA)
         tasks = [task for task in reader.partitions() if isinstance(task, ReadTask)]
         numbers = self._session.range(0, len(tasks), 1, len(tasks))
-        read = SharedRead(tasks, parse_read(options), self._tables, [dict(each) for each in starts])
+        read = SharedRead(
+            tasks, parse_read(options), self._tables, [dict(start) for start in starts]
+        )
         self._parts = numbers.mapInArrow(read, read.schema()).persist()
         changes_by_table = []
         for index, table in enumerate(self._tables):

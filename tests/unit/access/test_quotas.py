@@ -213,13 +213,13 @@ def test_the_first_principals_with_a_grant_have_their_own_metric_label():
     limits = {"*": PrincipalLimits(connections=3)}
     quotas = apply_limits(Quotas(), limits, grants, groups={"team": members})
     names = ("p0", *members, "last", "without-grant")
-    for each in names:
-        quotas.quota_of(each, 0).add_connection(each)
+    for name in names:
+        quotas.quota_of(name, 0).add_connection(name)
     labels = [*("p0", *members)[:METRIC_LABELS_MAX], OTHER_LABEL]
     assert list(quotas.usage) == labels
     unlabeled_count = len(names) - METRIC_LABELS_MAX
     assert quotas.connection_and_feed_counts() == {
-        each: ((unlabeled_count if each == OTHER_LABEL else 1), 0) for each in labels
+        label: ((unlabeled_count if label == OTHER_LABEL else 1), 0) for label in labels
     }
 
 

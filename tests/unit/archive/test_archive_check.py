@@ -192,7 +192,9 @@ def test_all_wrong_files_are_named(archive):
     archive.flip(archive.object(1), 0.5)
     archive.path(archive.object(3)).unlink()
     check = archive.check()
-    assert [each.name for each in check.bad_files] == [archive.object(each) for each in (0, 1, 3)]
+    assert [bad_file.name for bad_file in check.bad_files] == [
+        archive.object(each) for each in (0, 1, 3)
+    ]
     assert check.object_count == 2
 
 

@@ -28,8 +28,8 @@ def test_records_and_batches_return_byte_for_byte(rows):
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     archive_object = open_object(encode_object(records, lineage, rows=rows))
     pieces = [archive_object.read_row_group(group) for group in range(archive_object.group_count)]
-    assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
-    assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
+    assert b"".join(bytes(piece.records) for piece in pieces) == b"".join(records)
+    assert [n for piece in pieces for n in piece.lengths] == [len(record) for record in records]
     assert list(archive_object.verify()) == lineage
     assert archive_object.metadata == ObjectMetadata(
         CLUSTER_KEY, 3, FIRST_ID, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
@@ -42,7 +42,7 @@ def test_any_parquet_reader_can_read_the_rows():
     assert table.column("transaction_id").to_pylist() == list(
         range(FIRST_ID, FIRST_ID + sum(SIZES))
     )
-    assert table.column("data").to_pylist() == [each[36:-4] for each in records]
+    assert table.column("data").to_pylist() == [record[36:-4] for record in records]
     times = table.column("commit_time").to_pylist()
     assert times[: SIZES[0]] == [None] * SIZES[0]  # rule 3
     assert {each.timestamp() for each in times[SIZES[0] :]} == {1_700_000_000.0}
@@ -81,10 +81,12 @@ def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
     archive_object = open_object(encode_object(records, lineage, rows=rows))
     outlines, entries = archive_object.read_outlines()
     assert entries == lineage
-    assert [each.first for each in outlines] == list(range(FIRST_ID, FIRST_ID + len(records), rows))
+    assert [outline.first for outline in outlines] == list(
+        range(FIRST_ID, FIRST_ID + len(records), rows)
+    )
     pieces = [archive_object.read_row_group(group) for group in range(archive_object.group_count)]
-    assert [each.crcs for each in outlines] == [
-        raw_records.record_crcs(*each[:2]) for each in pieces
+    assert [outline.crcs for outline in outlines] == [
+        raw_records.record_crcs(*piece[:2]) for piece in pieces
     ]
 
 

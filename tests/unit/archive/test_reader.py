@@ -289,7 +289,7 @@ def test_threads_may_share_a_reader_and_a_small_cache(store):
             each.result()
     cache.close()
     assert 0 < cache.byte_count <= cache.bytes_max
-    files = sum(path_of(store, each).stat().st_size for each in store.list_names(""))
+    files = sum(path_of(store, name).stat().st_size for name in store.list_names(""))
     assert files > cache.bytes_max
 
 

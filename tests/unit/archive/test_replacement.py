@@ -100,7 +100,7 @@ def test_the_manifest_lists_the_new_object_in_place_of_the_old_one(archived, num
     assert [each for each in new if each not in old] == [new[number]]
     assert new[number].name.endswith("-20.parquet")
     assert new[number][1:] == old[number][1:], "same IDs, chain, bytes and times"
-    assert [each[2:] for each in head.pages] == [each[2:] for each in before.pages]
+    assert [page[2:] for page in head.pages] == [page[2:] for page in before.pages]
     assert archived.read(uploaded, number * OBJECT_IDS) == whole
     assert kept.items() <= all_files(archived.store).items(), "nothing is overwritten or deleted"
 

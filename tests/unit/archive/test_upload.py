@@ -84,9 +84,9 @@ def test_consecutive_uploads_archive_the_whole_log(store):
         with store.open(entry.name) as source:
             read = ArchiveObject(source, entry.name)
             whole = b"".join(
-                bytes(read.read_row_group(each).records) for each in range(read.group_count)
+                bytes(read.read_row_group(number).records) for number in range(read.group_count)
             )
-            assert whole == b"".join(bytes(each.records) for each in job.runs)
+            assert whole == b"".join(bytes(run.records) for run in job.runs)
             assert [each.last for each in read.verify()] == [
                 batch.last for run in job.runs for batch in run.batches
             ]

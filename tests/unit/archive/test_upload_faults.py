@@ -109,7 +109,7 @@ def test_after_a_failure_or_a_crash_the_next_attempt_continues(archived, number,
     store.fail_next(-1, is_after=False)
     after = upload(store, KEY, job_after(new_manifest, attempt=10))
     manifest = read_manifest(store, after)
-    assert [each.first for each in manifest.newest_objects] == [20, 30, 40]
+    assert [entry.first for entry in manifest.newest_objects] == [20, 30, 40]
     listed = [each.name for each in (*manifest.pages, *manifest.newest_objects)]
     assert after.name not in garbage
     assert not [name for name in listed if name in garbage and name not in before]

@@ -231,7 +231,7 @@ async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost
     order.processed_count += 1  # the writer has received only the first outcome
     last_batch = author.append_batch(order)
     await wait_until(lambda: len(author.sent) == 3)
-    assert [each.row_count for each in author.sent] == [2, 1, 1]
+    assert [message.row_count for message in author.sent] == [2, 1, 1]
     for each in (later, last_batch):
         assert (await each).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 2

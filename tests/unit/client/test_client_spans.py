@@ -135,7 +135,9 @@ async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks
     parents = {each.context.span_id for each in found if each.context is not None}
     callback_spans = spans("my callback")
     assert len(callback_spans) == 5
-    assert {each.parent and each.parent.span_id for each in callback_spans} <= parents
+    assert {
+        callback_span.parent and callback_span.parent.span_id for callback_span in callback_spans
+    } <= parents
 
 
 class FailingProcessor(SpanProcessor):

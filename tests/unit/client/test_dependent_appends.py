@@ -24,7 +24,7 @@ def record(transaction_id: int) -> bytes:
 
 
 def message(*ids: int, last: int) -> Predecessors:
-    records = [record(each) for each in ids]
+    records = [record(transaction_id) for transaction_id in ids]
     lengths = b"".join(len(each).to_bytes(4, "big") for each in records)
     return Predecessors(REQ, SESSION, 0, last, lengths, b"".join(records))
 

@@ -84,14 +84,14 @@ async def request_concurrently(zookeeper, count, *, cancelled=None):
             return error
 
     async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
-        tasks = [group.create_task(look_up(each)) for each in range(count)]
+        tasks = [group.create_task(look_up(number)) for number in range(count)]
         while zookeeper.count == 0:  # noqa: ASYNC110 - the first one queries
             await asyncio.sleep(0)
         if cancelled is not None:
             tasks[cancelled].cancel()
             await asyncio.wait([tasks[cancelled]])
         zookeeper.may_answer.set()
-    return [None if each.cancelled() else each.result() for each in tasks]
+    return [None if task.cancelled() else task.result() for task in tasks]
 
 
 OWNER = Owner("a:1", 3)

@@ -179,8 +179,12 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         with pytest.raises(errors.LockFailed) as failed:
             client.append(b"second", **hot).result()
         pipelined_state = failed.value.pipelined_state
-        (found,) = pipelined_state.predecessors
-        assert (found.data, found.value(BYTES), found.data_error) == (b"first", b"first", None)
+        (predecessor,) = pipelined_state.predecessors
+        assert (predecessor.data, predecessor.value(BYTES), predecessor.data_error) == (
+            b"first",
+            b"first",
+            None,
+        )
         client.append(b"second", **hot | {"pipelined": pipelined_state}).result()
 
         @transactional(partition=0, pipelined=True)

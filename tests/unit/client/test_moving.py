@@ -210,7 +210,7 @@ async def test_a_late_answer_settles_its_rows_and_no_row_is_written_twice(
         old.release("down")
         assert await (await client.append(b"last", partition=0)) == 7
         data = [row for _, _, row in cluster.logs[0].rows()]
-        assert [data[each] for each in ids] == [b"%d" % i for i in range(5)]
+        assert [data[transaction_id] for transaction_id in ids] == [b"%d" % i for i in range(5)]
         assert sorted(data) == sorted([*(b"%d" % i for i in range(5)), b"a", b"b", b"last"])
 
 
@@ -234,10 +234,10 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
         # The log has each append once, at the ID of its outcome and in the order of the appends,
         # although the client has sent some of them twice.
         sent = [b"%d-%d" % (turn, i) for turn in range(4) for i in range(20)]
-        assert [data[each] for each in ids] == sent
+        assert [data[transaction_id] for transaction_id in ids] == sent
         assert ids == sorted(ids)
         # The client does not resend batches; the committed ones are in order.
-        reasons_of_batches = [(await each).reasons.tolist() for each in outcomes]
+        reasons_of_batches = [(await outcome).reasons.tolist() for outcome in outcomes]
         batches = [b"b%d-%d" % (turn, i) for turn in range(4) for i in range(0, 20, 10)]
         expected = [
             row for row, (reason,) in zip(batches, reasons_of_batches, strict=True) if reason == 0

@@ -94,8 +94,8 @@ class View(SqlCallbacks):
 
 
 def fill(client: Any, headers: Sequence[int]) -> None:
-    futures = [client.append(b"", partition=0, header=each) for each in headers]
-    assert [each.result(TEST_TIMEOUT_S) for each in futures] == list(range(len(headers)))
+    futures = [client.append(b"", partition=0, header=header) for header in headers]
+    assert [future.result(TEST_TIMEOUT_S) for future in futures] == list(range(len(headers)))
 
 
 def test_a_view_that_is_behind_is_applied_in_batches(

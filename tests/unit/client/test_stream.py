@@ -158,11 +158,13 @@ def test_ordered_appends_do_not_overtake_resent_ones():
     scenario.step(stream_events.SendAppends(submission(3)))
     effects = scenario.answer_mount(scenario.open_link(number=2), 9, link=2)
     outcomes = outcomes_by_token(effects)
-    assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
+    assert {token: outcome.reasons.tolist() for token, outcome in outcomes.items()} == {
         1: [m.RowOutcomeCode.LOST],
         2: [m.RowOutcomeCode.LOST],
     }
-    assert [each.req_id for each in scenario.sent_messages()] == [req(2)]  # the third is ignored
+    assert [message.req_id for message in scenario.sent_messages()] == [
+        req(2)
+    ]  # the third is ignored
 
 
 def test_reading_back_continues_until_the_mark():

@@ -62,7 +62,7 @@ def test_partitions_are_handed_over_to_a_healthy_server(unhealthy):
         for owner in sorted(unhealthy):
             for partition_id, generation in now.servers[owner].items():
                 now = hand_over_partition(now, partition_id, generation, owner)
-    assert [each for each in sorted(unhealthy) if now.servers[each]] == []
+    assert [number for number in sorted(unhealthy) if now.servers[number]] == []
     healthy_counts = [len(now.servers[each]) for each in {1, 2, 3, 4} - unhealthy]
     assert sum(healthy_counts) == 24
     assert min(healthy_counts) >= 2  # no server gets all partitions

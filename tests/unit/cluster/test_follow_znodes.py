@@ -42,8 +42,8 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 
     asyncio.run(scenario())
     assert seen == [1, 2, 3]
-    assert [each.message for each in caplog.records] == [
-        f"zookeeper.znode_unreadable error={each}" for each in decode_errors
+    assert [record.message for record in caplog.records] == [
+        f"zookeeper.znode_unreadable error={decode_error}" for decode_error in decode_errors
     ]
 
 
@@ -91,7 +91,7 @@ def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> Non
     with pytest.raises(errors.Unavailable, match="enough"):
         asyncio.run(follow_znodes.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == [("server-1", 4)] * 2
-    assert [each.message for each in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         f"access.permissions_unreadable error={each}" for each in (denied, "format 2", denied)
     ]
 

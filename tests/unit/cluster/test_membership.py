@@ -534,8 +534,8 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
         # The preferred partition moves, and another one in exchange; no others move.
         assert owners_and_generations(view)[foreign] == (2, before[foreign][1] + 1)
         assert all(
-            owners_and_generations(view)[each][1] <= before[each][1] + 1
-            for each in moved_partitions
+            owners_and_generations(view)[moved_partition][1] <= before[moved_partition][1] + 1
+            for moved_partition in moved_partitions
         )
         assert len(moved_partitions) <= 2
 

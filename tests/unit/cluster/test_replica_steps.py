@@ -269,7 +269,7 @@ def test_a_restored_storage_is_added_where_replicas_are_missing():
 @st.composite
 def placements(draw):
     storages = draw(st.integers(1, 6))
-    groups = {NAMES[each]: draw(st.integers(0, 3)) for each in range(storages)}
+    groups = {NAMES[number]: draw(st.integers(0, 3)) for number in range(storages)}
     replicas = st.lists(st.sampled_from(sorted(groups)), unique=True, max_size=storages)
     placement = draw(st.lists(replicas, min_size=1, max_size=12))
     return groups, {number: tuple(names) for number, names in enumerate(placement)}

@@ -372,10 +372,10 @@ def test_a_feed_of_json_lines_has_past_and_new_transactions():
             await client.append(row("new"), row("newer"))
         events = [json.loads(each) for each in reading.result()]
         assert events[0] == {"mark": -1}
-        data = [base64.b64decode(each["data"]) for each in events[1:]]
+        data = [base64.b64decode(event["data"]) for event in events[1:]]
         assert data == [b"old", b"new", b"newer"]
-        for each in events[1:]:
-            check_schema("Transaction", each)
+        for event in events[1:]:
+            check_schema("Transaction", event)
 
     with_gateway(scenario)
 
@@ -388,8 +388,8 @@ def test_a_filtered_feed_sends_heartbeats_with_its_mark(monkeypatch):
         path = "/v1/partitions/1/feed?from=-1&header=3,4"
         while True:
             lines = await client.read_feed(path, 5, **LINES)
-            events = [json.loads(each) for each in lines]
-            found = [each["transaction_id"] for each in events if "transaction_id" in each]
+            events = [json.loads(line) for line in lines]
+            found = [event["transaction_id"] for event in events if "transaction_id" in event]
             assert set(found) <= {3, 4}
             if found == [3, 4] and events[-1] == {"mark": 8}:
                 break

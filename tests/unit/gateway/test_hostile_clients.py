@@ -187,13 +187,13 @@ def test_two_gateways_receive_an_idempotency_key_concurrently(texts):
                 group.create_task(append(gateway, text))
                 for gateway, text in zip((first, second), texts, strict=True)
             ]
-        answers = [each.result() for each in tasks]
+        answers = [task.result() for task in tasks]
         if texts[0] == texts[1]:
             assert [each.status for each in answers] == [200, 200]
             assert answers[0].body == answers[1].body
         else:
             assert sorted(each.status for each in answers) == [200, 422]
-        winner = next(each for each in range(2) if answers[each].status == 200)
+        winner = next(number for number in range(2) if answers[number].status == 200)
         assert world.log(1) == [texts[winner].encode()] * 2
 
     with_gateway(scenario)

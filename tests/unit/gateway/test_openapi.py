@@ -13,8 +13,8 @@ def references(value):
             yield value["$ref"]
         value = list(value.values())
     if isinstance(value, list):
-        for each in value:
-            yield from references(each)
+        for item in value:
+            yield from references(item)
 
 
 def test_each_operation_is_described():

@@ -84,7 +84,7 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
         ids = await results_of(futures)
     payloads = payloads_in_log(cluster)
     assert sorted(payloads) == [b"%d" % i for i in range(7)]
-    assert [payloads[each] for each in ids] == [b"%d" % i for i in range(7)]
+    assert [payloads[transaction_id] for transaction_id in ids] == [b"%d" % i for i in range(7)]
 
 
 @run_on_loop

@@ -116,7 +116,7 @@ def world():
 
 @pytest.fixture
 def mounted_world(world):
-    assert [type(each) for each in world.mount()] == [m.Mounted]
+    assert [type(effect) for effect in world.mount()] == [m.Mounted]
     return world
 
 
@@ -178,9 +178,9 @@ def test_a_mount_with_a_feed_delivers_the_feed_before_the_answer(world):
 )
 def test_a_mount_that_fails_is_reported_with_its_reason(world, after, answers, error):
     world.send(m.MountWriter(MOUNT, 3, after, wants_feed=after >= 0))
-    for each in answers:
-        translated = world.receive(each)
-    assert [(type(each), each.req_id, each.error_code) for each in translated] == [
+    for answer in answers:
+        translated = world.receive(answer)
+    assert [(type(message), message.req_id, message.error_code) for message in translated] == [
         (m.ErrorResponse, MOUNT, error.code)
     ]
 
@@ -271,9 +271,9 @@ def test_a_committed_append_proves_earlier_missing_appends_lost(mounted_world):
     one, two = mounted_world.receive(feed_event(10, own_req_id(2)))
     assert (one.req_id, outcomes(one)[1]) == (own_req_id(1), [RowOutcomeCode.LOST])
     assert (two.req_id, outcomes(two)[0]) == (own_req_id(2), [10])
-    assert [outcomes(each)[0] for each in mounted_world.receive(feed_event(11, own_req_id(3)))] == [
-        [11]
-    ]
+    assert [
+        outcomes(effect)[0] for effect in mounted_world.receive(feed_event(11, own_req_id(3)))
+    ] == [[11]]
 
 
 def test_a_lock_failure_waits_until_the_feed_has_caught_up(mounted_world):
@@ -314,14 +314,14 @@ def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted_world):
     assert not mounted_world.proofs
     mounted_world.receive(feed_event(10, other_req_id(1)))
     translated = mounted_world.prove()
-    assert [(each.req_id, outcomes(each)[1]) for each in translated] == [
+    assert [(message.req_id, outcomes(message)[1]) for message in translated] == [
         (own_req_id(1), [RowOutcomeCode.NOT_MOUNTED]),
         (own_req_id(2), [RowOutcomeCode.NOT_MOUNTED]),
     ]
     # The third append arrived after the flush, so the flush does not cover it.
-    assert [outcomes(each)[0] for each in mounted_world.receive(feed_event(11, own_req_id(3)))] == [
-        [11]
-    ]
+    assert [
+        outcomes(effect)[0] for effect in mounted_world.receive(feed_event(11, own_req_id(3)))
+    ] == [[11]]
 
 
 def test_an_append_may_appear_in_the_log_after_a_flush(mounted_world):
@@ -440,7 +440,7 @@ def test_a_transaction_after_a_gap_in_the_feed_is_ignored(world):
     world.mount(9, wants_feed=True, after=8)
     assert world.receive(feed_event(11, other_req_id(1))) == []
     assert [
-        (each.first, each.count) for each in world.receive(feed_event(10, other_req_id(1)))
+        (effect.first, effect.count) for effect in world.receive(feed_event(10, other_req_id(1)))
     ] == [(10, 1)]
 
 

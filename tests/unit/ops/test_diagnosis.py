@@ -89,7 +89,7 @@ def healthy():
         storage_groups={A: 0, B: 1, C: 2, SPARE: 2},
         partitions={0: partition(), 1: partition()},
     )
-    zookeepers = tuple(ZooKeeperServerFacts(each, mode="follower") for each in NODES)
+    zookeepers = tuple(ZooKeeperServerFacts(node, mode="follower") for node in NODES)
     return Facts(CONNECT, zookeepers, cluster=cluster)
 
 
@@ -548,14 +548,14 @@ def test_no_command_stops_a_healthy_storage_to_restore_a_quorum(case):
     case.server(1, served_partitions={0: False})
     case.replica(A, is_online=False)
     case.replica(B, is_online=False)
-    assert [each.name for each in diagnose(case.facts)] == [
+    assert [finding.name for finding in diagnose(case.facts)] == [
         "replica-offline",
         "replica-offline",
         "no-quorum",
     ]
-    assert not any("kill" in each.command for each in diagnose(case.facts))
+    assert not any("kill" in finding.command for finding in diagnose(case.facts))
     case.storage(C, failure="silent", is_silent=True, replicas={})
-    (found,) = [each for each in diagnose(case.facts) if each.name == "no-quorum"][:1]
+    (found,) = [finding for finding in diagnose(case.facts) if finding.name == "no-quorum"][:1]
     assert found.command.startswith("kill -9 79; ")
 
 

@@ -466,20 +466,20 @@ def test_a_table_has_the_requested_columns_in_the_requested_order(
 def test_a_long_range_is_sent_in_several_batches() -> None:
     data = [b"%d" % n for n in range(2 * batches.ARROW_ROWS_MAX + 5)]
     records, lengths = run_of(data)
-    found = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
-    assert [b.num_rows for b in found] == [8192, 8192, 5]
-    assert pa.Table.from_batches(found)["data"].to_pylist() == data
+    sent = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in sent] == [8192, 8192, 5]
+    assert pa.Table.from_batches(sent)["data"].to_pylist() == data
     heads = raw_records.headers_of(records, lengths)
-    found = batches.headers_to_arrow(heads, [], ["transaction_id"], partition_id=PartitionId(0))
-    assert [b.num_rows for b in found] == [8192, 8192, 5]
+    headers = batches.headers_to_arrow(heads, [], ["transaction_id"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in headers] == [8192, 8192, 5]
 
 
 def test_a_wide_range_is_sent_in_several_batches() -> None:
     data = [bytes(3_000_000)] * 3 + [b"", b""]
     records, lengths = run_of(data)
-    batch = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
-    assert [b.num_rows for b in batch] == [2, 3]
-    assert pa.Table.from_batches(batch)["data"].to_pylist() == data
+    sent = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in sent] == [2, 3]
+    assert pa.Table.from_batches(sent)["data"].to_pylist() == data
 
 
 def test_an_empty_range_becomes_no_batch() -> None:

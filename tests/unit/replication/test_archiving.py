@@ -486,7 +486,7 @@ def test_a_checkpoint_is_due_once_when_much_is_archived_above_the_mark():
 
 def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
     sent = new_world().all_sent(wire.AppendRaw, A)
-    size = sum(len(each.records) for each in sent)
+    size = sum(len(message.records) for message in sent)
     world = ArchivingWorld(limits=replace(ARCHIVING, archived_bytes_max=size))
     world.open()
     world.append(2, batches=5)

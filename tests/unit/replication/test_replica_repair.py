@@ -455,7 +455,7 @@ def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
 def lose_batches(replica, first, last):
     """Replace the batches of some IDs of a replica by one reconstructed batch."""
     entries = replica.disk.entries
-    lost = [each for each in entries if first <= each.lineage.first <= last]
+    lost = [entry for entry in entries if first <= entry.lineage.first <= last]
     index = entries.index(lost[0])
     line = LineageEntry(first, last, RECONSTRUCTED, 0, b"made-up chain...")
     entries[index : index + len(lost)] = [

@@ -449,10 +449,10 @@ def test_rejections_are_counted_by_their_reason() -> None:
 def test_a_failed_proof_does_not_end_a_newer_mount() -> None:
     world = World()
     world.single(mark=9)
-    (found,) = [each for each in world.turn() if isinstance(each, ConfirmAheadOfLog)]
+    (effect,) = [effect for effect in world.turn() if isinstance(effect, ConfirmAheadOfLog)]
     world.mounts.begin_mount(ALICE, A, 2)
     world.mounts.finish_mount(ALICE, A)
-    world.pipeline.answer_ahead_of_log(found.pending, is_proved=False)
+    world.pipeline.answer_ahead_of_log(effect.pending, is_proved=False)
     world.single()
     assert results(world.turn()) == {}
     assert results(world.commit())

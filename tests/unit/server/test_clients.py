@@ -133,14 +133,16 @@ async def test_a_denied_request_reaches_no_partition_and_frees_its_slot():
     link.denied[AppendRequest] = PermissionDenied("no")
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
-    ids = [ReqId(ClientId(1), Generation(1), PartitionId(0), each) for each in range(5)]
-    link.received([AppendRequest(each, 0, (), (), (), 0, b"", 0) for each in ids])
+    ids = [ReqId(ClientId(1), Generation(1), PartitionId(0), number) for number in range(5)]
+    link.received([AppendRequest(req_id, 0, (), (), (), 0, b"", 0) for req_id in ids])
     link.is_congested = False
     link.drained()
     await poll_until(lambda: len(link.sent) == 4)  # the client reads slowly
     link.is_congested = False
     link.drained()
-    assert link.sent == [ErrorResponse(each, PermissionDenied.code, False, "no") for each in ids]
+    assert link.sent == [
+        ErrorResponse(req_id, PermissionDenied.code, False, "no") for req_id in ids
+    ]
     link.is_congested = False
     link.drained()
     flush = FlushRequest(ids[0])
@@ -300,11 +302,11 @@ async def test_concurrent_connectivity_checks_are_shared():
         ids = [ReqId(ClientId(1), Generation(0), PartitionId(0), -each) for each in (1, 2)]
         for link in links:
             clients.accept(link)
-            link.received([CheckConnectivityRequest(each) for each in ids])
+            link.received([CheckConnectivityRequest(req_id) for req_id in ids])
         await poll_until(lambda: backend.check_count)
         backend.may_end.set()
     assert backend.check_count == 1
-    answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
+    answers = [CheckConnectivityResponse(req_id, (("s:1", True),)) for req_id in ids]
     assert [link.sent for link in links] == [answers, answers]
 
 

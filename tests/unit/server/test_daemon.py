@@ -118,7 +118,7 @@ async def test_partitions_are_handed_over_one_at_a_time_while_unowned() -> None:
         server.hosts[1].partition.is_owned = True
         del server.hosts[2]
         coordinator.may_finish.set()
-    assert [each.result() for each in request_tasks] == [True, False, False, True]
+    assert [request_task.result() for request_task in request_tasks] == [True, False, False, True]
     assert (coordinator.requested, coordinator.running_max) == ([0, 3], 1)
 
 

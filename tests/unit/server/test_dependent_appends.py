@@ -333,7 +333,7 @@ def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final(
 def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     world, winner = in_flight()
     world.follow(BOB, mark=0)
-    assert [type(each) for each in world.turn()] == [ConfirmAheadOfLog]
+    assert [type(effect) for effect in world.turn()] == [ConfirmAheadOfLog]
     assert list(results(world.commit())) == [winner]
     assert not world.pipeline.in_flight_bytes
 

@@ -251,19 +251,19 @@ def mount_with_filter(each: Feed, client: int, mark: int, until: int, *values: i
 
 def filtered_frames(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
     """Return first ID, count, headers and offsets of each frame."""
-    messages = [each.message for each in outcomes if isinstance(each, SendToClient)]
+    messages = [outcome.message for outcome in outcomes if isinstance(outcome, SendToClient)]
     return [
         (
-            each.first,
-            each.count,
+            message.first,
+            message.count,
             [
-                int.from_bytes(each.headers[offset : offset + 20], "big")
-                for offset in range(0, len(each.headers), 20)
+                int.from_bytes(message.headers[offset : offset + 20], "big")
+                for offset in range(0, len(message.headers), 20)
             ],
-            bytes(each.picked),
+            bytes(message.picked),
         )
-        for each in messages
-        if isinstance(each, FeedBatch)
+        for message in messages
+        if isinstance(message, FeedBatch)
     ]
 
 

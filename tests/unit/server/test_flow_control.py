@@ -194,13 +194,17 @@ SIZED = {
 
 @pytest.mark.parametrize(
     "request_class",
-    [each for each in message_classes(WireProtocol.CLIENT) if each.requires is not ANSWER],
+    [
+        message_class
+        for message_class in message_classes(WireProtocol.CLIENT)
+        if message_class.requires is not ANSWER
+    ],
     ids=lambda each: each.__name__,
 )
 def test_every_request_is_charged_for_all_its_fields(request_class) -> None:
     """A request may wait for a long time, and the peer chooses its size."""
     hints = get_type_hints(request_class, include_extras=True)
-    kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}
+    kinds = {field.name: hints[field.name].__metadata__[0] for field in fields(request_class)}
     large = {name: SIZED[kind] for name, kind in kinds.items() if kind in SIZED}
     each = flow()
     each.receive(A, [sample_message(request_class, 0, **large)])

@@ -76,7 +76,7 @@ class World:
         return count
 
     def estimates_of_writers(self, *ids: int) -> list[int]:
-        return [self.table.estimate(1_000 + each) for each in ids]
+        return [self.table.estimate(1_000 + transaction_id) for transaction_id in ids]
 
 
 def test_one_replica_with_all_blocks_fills_the_lock_table() -> None:

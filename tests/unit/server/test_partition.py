@@ -168,9 +168,10 @@ class World:
     def commit(self, count: int | None = None) -> None:
         """Commit the given number of batches that were submitted in this session."""
         batches = [
-            each.batch
-            for each in self.store.of(replication.SubmitToSession)
-            if each.session_id == self.session and each.batch.last > self.partition.high_water_mark
+            message.batch
+            for message in self.store.of(replication.SubmitToSession)
+            if message.session_id == self.session
+            and message.batch.last > self.partition.high_water_mark
         ][:count]
         for batch in batches:
             self.chain = next_chain(
@@ -318,7 +319,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     world.open(1)
     assert not world.partition.is_owned
     assert world.error(waiting) == errors.NotOwned.code
-    assert any(isinstance(each, replication.OwnershipReleased) for each in world.rest)
+    assert any(isinstance(effect, replication.OwnershipReleased) for effect in world.rest)
     assert world.store.of(replication.ReleaseOwnership)
 
 
@@ -724,7 +725,7 @@ def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
     assert world.error(unknown_mount) == errors.NotMounted.code
     world.send(B, messages.FeedRequest(mount, -2))
     ahead = world.send(B, messages.FeedRequest(mount, 7))
-    codes = [each.error_code for each in world.of(messages.ErrorResponse)]
+    codes = [message.error_code for message in world.of(messages.ErrorResponse)]
     assert codes == [errors.NotMounted.code, errors.BadRequest.code]
     world.prove()
     (found,) = world.of(messages.ErrorResponse)[-1:]
@@ -913,7 +914,7 @@ def test_a_read_of_the_end_of_the_log_waits_for_a_proof() -> None:
     ]
     for _ in range(2):  # The later requests share the next proof.
         world.fail_proof()
-    codes = {each.req_id: each.error_code for each in world.of(messages.ErrorResponse)}
+    codes = {message.req_id: message.error_code for message in world.of(messages.ErrorResponse)}
     assert codes == dict.fromkeys(request, errors.SessionLost.code)
 
 
@@ -1026,7 +1027,9 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     )
     assert world.error(req_id) == errors.OutcomeUnknown.code
     assert not world.partition.is_owned
-    (released,) = [each for each in world.rest if isinstance(each, replication.OwnershipReleased)]
+    (released,) = [
+        effect for effect in world.rest if isinstance(effect, replication.OwnershipReleased)
+    ]
     assert "before the start of the log" in released.reason
 
 

@@ -357,7 +357,7 @@ def test_feed_headers_have_the_chain_of_their_last_batch_end() -> None:
 
 def whole_records(fetch: Fetch, *ids: int) -> RangeBytes:
     """Records of these IDs, with a stated count from the first requested ID on."""
-    runs = [make_run(each, [5]) for each in ids]
+    runs = [make_run(transaction_id, [5]) for transaction_id in ids]
     records = b"".join(run for run, _ in runs)
     lengths = b"".join(lengths_to_wire(each) for _, each in runs)
     request = fetch.message

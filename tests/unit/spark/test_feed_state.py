@@ -418,7 +418,7 @@ def test_states_that_were_not_used_for_8_days_are_deleted(file: Path) -> None:
         os.utime(journal, (used, used - feed_state.UNUSED_S_MAX - 60))
     micro_batch(file, -1, 9)
     names = (name for each in ("new.sqlite", file.name) for name in (each, f"{each}-journal"))
-    assert sorted(each.name for each in file.parent.iterdir()) == list(names)
+    assert sorted(path.name for path in file.parent.iterdir()) == list(names)
 
 
 def test_a_private_state_stores_no_previous_rows() -> None:

@@ -123,7 +123,7 @@ def test_a_reader_receives_removed_records_unchanged(archived, first, last):
         int(each) for each in raw_records.offsets_of(archived.all_records.lengths)[[first, end + 1]]
     )
     assert bytes(answer.records) == archived.all_records.records[offset:stop]
-    assert [each.first for each in answer.lineage] == list(range(first // 2 * 2, end + 1, 2))
+    assert [entry.first for entry in answer.lineage] == list(range(first // 2 * 2, end + 1, 2))
 
 
 def test_a_reader_gets_the_headers_of_removed_records(archived):
@@ -269,15 +269,15 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     world, owner = archived.world, archived.owner
     world.log._files.write_slot(replace(world.log.slot, damaged=(IdRange(4, 7),)))
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
-    found = archived.error(message)
-    assert isinstance(found, ArchiveUnavailable), "the archive may have them"
+    error = archived.error(message)
+    assert isinstance(error, ArchiveUnavailable), "the archive may have them"
     assert (
         "records 4..7 are damaged; the server that owns the partition has not reported yet"
-        in str(found)
+        in str(error)
     )
     world.ask(1, archived.mark())
-    found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
-    assert (found.first, found.count) == (4, 6)
+    answer = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
+    assert (answer.first, answer.count) == (4, 6)
     for name in archived.store.list_names(""):
         archived.store.delete(name)
     archived.cache.close()

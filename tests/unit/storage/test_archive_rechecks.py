@@ -37,9 +37,11 @@ class Case:
         )
 
     def read(self, *ids):
-        for each in ids:
-            damage = self.access.find_damage_at((PARTITION_ID, each), self.log.name, self.log.crc)
-            self.access.on_location_read((PARTITION_ID, each), damage)
+        for transaction_id in ids:
+            damage = self.access.find_damage_at(
+                (PARTITION_ID, transaction_id), self.log.name, self.log.crc
+            )
+            self.access.on_location_read((PARTITION_ID, transaction_id), damage)
 
     def recheck(self, **changed):
         mark = SimpleNamespace(**{**vars(self.mark()), **changed})

@@ -355,15 +355,15 @@ def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploadi
         world.finish()
     world.send(1, range_to(owner, 5, attempt=2))
     world.finish()
-    jobs = [each.job for each in world.effects_of(service_effects.UploadRange)]
+    jobs = [effect.job for effect in world.effects_of(service_effects.UploadRange)]
     if is_uploading:
         world.step(service.UploadDone(jobs[0], MADE))
         world.finish()
-        jobs = [each.job for each in world.effects_of(service_effects.UploadRange)][1:]
+        jobs = [effect.job for effect in world.effects_of(service_effects.UploadRange)][1:]
     (job,) = jobs
     assert job.attempt == 2
     world.step(service.UploadDone(job, MADE))
-    assert [each.attempt for each in notices(world)] == [2]
+    assert [notice.attempt for notice in notices(world)] == [2]
 
 
 # ---- garbage
@@ -700,7 +700,7 @@ def test_an_object_of_any_size_is_rewritten_from_the_log(make, tmp_path, monkeyp
     count = len(notices(world))
     message = replacement_of(owner, 2, 9, mark=made, name=name, attempt=7)
     job = request(world, owner, message)
-    assert [len(each.batches) for each in job.runs] == [1, 1, 1, 1]
+    assert [len(run.batches) for run in job.runs] == [1, 1, 1, 1]
     again = upload(store, KEY, job)
     world.step(service.UploadDone(job, again))
     assert notices(world)[count:] == [

@@ -17,7 +17,7 @@ OWNER = OwnerSession(1)
 
 def lane(*, writes=(), reads=(), piece=None):
     new_lane = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
-    new_lane.writes.extend(LaneRequest(1, each) for each in writes)
+    new_lane.writes.extend(LaneRequest(1, write) for write in writes)
     new_lane.reads.extend(LaneRequest(1, each) for each in reads)
     new_lane.scrub_piece = piece
     return new_lane

@@ -169,8 +169,8 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
         positions[partition] = piece.first + 1 + turns % 7
         scrub.on_piece_done(partition, ScrubResult(positions[partition], size), now_ms)
         total += size
-    assert all(positions[each] > last for each, last in enumerate(lasts))
-    assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
+    assert all(positions[number] > last for number, last in enumerate(lasts))
+    assert [state.passes_count for state in scrub.states(now_ms)] == [1] * len(lasts)
 
 
 # ---- the file

@@ -431,9 +431,9 @@ def test_all_appends_that_wait_are_synced_once(world):
     assert world.finish() == 2
     one_group = world.log.sync_count - before
     answers = world.answers(1)[-5:]
-    assert [(each.sequence, each.synced_max) for each in answers] == [
+    assert [(answer.sequence, answer.synced_max) for answer in answers] == [
         (appends[0].sequence, 1),
-        *((each.sequence, 9) for each in appends[1:]),
+        *((append.sequence, 9) for append in appends[1:]),
     ]
     # Two groups take as many syncs as two appends.
     before = world.log.sync_count
@@ -473,8 +473,10 @@ def test_a_later_session_ends_the_earlier_one_at_once(world):
     new = OwnerSession(6)
     world.send(2, prepare(new))
     rejections = world.answers(1)[-4:]
-    assert all(each.error_code == errors.SessionFenced.code for each in rejections)
-    assert [each.connection for each in world.effects_of(service_effects.CloseConnection)] == [1]
+    assert all(rejection.error_code == errors.SessionFenced.code for rejection in rejections)
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
     world.send(1, old.append())
     assert world.answers(1)[-1].promised == 6
     world.finish()
@@ -640,8 +642,10 @@ def test_a_second_failed_sync_ends_the_process(world):
     rejections = world.answers(1)[-3:]
     assert rejections[0].error_code == DiskFailed.code
     assert "x.seg" in rejections[0].message
-    assert {each.error_code for each in rejections[1:]} == {DiskFailed.code}
-    assert [each.connection for each in world.effects_of(service_effects.CloseConnection)] == [1]
+    assert {rejection.error_code for rejection in rejections[1:]} == {DiskFailed.code}
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
     assert world.effects_of(service_effects.EndProcess) == []
     assert world.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
     world.ask(7, open_request())
@@ -770,7 +774,7 @@ def test_the_owner_is_notified_of_damage_found_by_any_read(world):
     assert reported_damage(world) == [[3, 3], [3, 3, 5, 5]], (
         "all known damage is reported when it grows"
     )
-    assert [each["ids"] for each in reports(world, "storage.damage_found")] == ["3..3", "5..5"]
+    assert [report["ids"] for report in reports(world, "storage.damage_found")] == ["3..3", "5..5"]
 
 
 def test_damage_without_an_owner_is_reported_with_the_next_session(world):

@@ -73,7 +73,7 @@ class OpenTable:
             metadata, others = commit
             return TableState(metadata, version, others)
         marks = (decode_marks(each.metadata) for each in commits)
-        rules = next((each.rules for each in marks if each is not None), None)
+        rules = next((mark.rules for mark in marks if mark is not None), None)
         return TableState(None, version, (), rules is not None or bool(newest.rows), rules)
 
     def apply(self, changes: Changes | None, marks: TableMarks) -> bool:
@@ -124,9 +124,12 @@ class LogInMemory:
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[Changes]:
         self.read.append(
-            ({each: min(marks[each] for marks in starts) for each in ends}, dict(ends))
+            (
+                {partition: min(marks[partition] for marks in starts) for partition in ends},
+                dict(ends),
+            )
         )
-        return [self.replayed(each, ends) for each in starts]
+        return [self.replayed(start, ends) for start in starts]
 
     def replayed(self, starts: MarkMap, ends: MarkMap) -> Changes:
         found: Changes = {}

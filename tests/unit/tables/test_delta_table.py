@@ -153,7 +153,7 @@ def test_a_table_is_created_when_its_first_changes_are_known(path: Path):
         table.apply(changes((1, 1, 0, 1, False), schema=bad), up_to(1, -1))
     assert not path.exists()
     assert table.apply(changes((1, "a", 0.5, 0, 2, False)), up_to(2, -1))
-    found = [decode_marks(each["userMetadata"]) for each in DeltaTable(path).history()]
+    found = [decode_marks(commit["userMetadata"]) for commit in DeltaTable(path).history()]
     assert found == [up_to(2, -1), START]
     assert table.columns() == SCHEMA
 
@@ -177,7 +177,7 @@ def test_an_overwrite_is_a_replacement(path: Path, table: FollowedDeltaTable):
     write_deltalake(path, rows, mode="overwrite")
     DeltaTable.create(path, SCHEMA, mode="overwrite")
     others = table.marks(START).other_commits
-    assert [each.is_replacement for each in others] == [True, True, False]
+    assert [other.is_replacement for other in others] == [True, True, False]
 
 
 def test_changes_that_the_table_rejects_are_a_permanent_error(

@@ -265,7 +265,7 @@ def test_concurrent_followers_produce_a_replay_of_the_log(partition, turns):
 
     follower(log, OpenTable(table, run_the_other)).run(until_now(log))
     check_versions(log, table)
-    marks = [each[0] for each in marks_of(table)]
+    marks = [mark[0] for mark in marks_of(table)]
     assert marks == sorted(marks)
     assert marks[-1] == len(partition) - 1
 
@@ -533,7 +533,7 @@ def test_one_read_serves_several_tables_with_separate_marks():
     for table in (old, new):
         check_versions(log, table)
         assert table[-1].rows == {"b": 2, "c": 4, "d": 1}
-        marks = [each[0] for each in marks_of(table)]
+        marks = [mark[0] for mark in marks_of(table)]
         assert marks == sorted(marks)
 
 

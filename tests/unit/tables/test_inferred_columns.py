@@ -196,7 +196,7 @@ def test_new_fields_of_a_struct_keep_its_values_and_the_marks(
         patch.setattr(FollowedDeltaTable, "_merge", Mock(side_effect=RuntimeError))
         with pytest.raises(RuntimeError):
             follow_in_batches(path, payloads, [2])
-    marks = [each.get("userMetadata") for each in DeltaTable(path).history(2)]
+    marks = [commit.get("userMetadata") for commit in DeltaTable(path).history(2)]
     assert marks[0] == marks[1], "the commit of the fields has the marks of the table"
     assert [row["c"] for row in follow_in_batches(path, payloads, [2])] == [
         wrapped({"y": None, "x": 0}),

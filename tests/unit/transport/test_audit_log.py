@@ -56,7 +56,7 @@ def lines_of(path):
     data = path.read_bytes()
     assert data.endswith(b"\n")
     assert all(each == 10 or 32 <= each < 127 for each in data), "expected printable ASCII only"
-    return [json.loads(each) for each in data.splitlines()]
+    return [json.loads(line) for line in data.splitlines()]
 
 
 async def begin_request(request):

@@ -69,8 +69,8 @@ def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
 def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
-            names = [f"slow-{each}" for each in range(40)]
-            slow = [tasks.create_task(dns_lookup.addresses_of(each)) for each in names]
+            names = [f"slow-{number}" for number in range(40)]
+            slow = [tasks.create_task(dns_lookup.addresses_of(name)) for name in names]
             await asyncio.sleep(0)
             assert "127.0.0.1" in await dns_lookup.addresses_of("localhost")
             assert not any(each.done() for each in slow)

@@ -176,7 +176,7 @@ def test_signal_handlers_and_loggers_are_not_changed():
         loggers = [logging.getLogger(each) for each in ("", "uvicorn", "uvicorn.access")]
         return (
             [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)],
-            [(each.level, each.propagate, list(each.handlers)) for each in loggers],
+            [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers],
         )
 
     async def main():

@@ -175,12 +175,12 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
         await poll_until(lambda: len(port.peer.messages) == 100)
         await poll_until(lambda: peer._is_reading)
         assert port.peer.messages == requests
-        denials = [peer.denial(each) for each in port.peer.messages]
-        granted = sum(each is None for each in denials)
+        denials = [peer.denial(message) for message in port.peer.messages]
+        granted = sum(denial is None for denial in denials)
         assert granted < 50
-        assert {type(each) for each in denials[granted:]} == {Overloaded}
+        assert {type(denial) for denial in denials[granted:]} == {Overloaded}
         # Each error occurs once; without it, the same requests are permitted.
-        assert [peer.denial(each) for each in port.peer.messages] == [None] * 100
+        assert [peer.denial(message) for message in port.peer.messages] == [None] * 100
         link.abort("done")
 
 

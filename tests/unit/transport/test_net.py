@@ -83,7 +83,7 @@ async def test_prebuilt_frames_keep_their_order_among_messages(pair):
         assert link.bytes_sent > before + 300_000 + len(joined)
         link.send(raw(5, 3))
         await poll_until(lambda: len(peer.messages) == 4)
-        assert [each.sequence for each in peer.messages] == [0, 1, 2, 3]
+        assert [message.sequence for message in peer.messages] == [0, 1, 2, 3]
         link.close("enough")
         link.send_frames(joined)
     assert len(peer.messages) == 4

@@ -183,11 +183,11 @@ def test_unauthorized_links_are_limited_in_total_and_by_host():
     unauthorized = [OneLink(is_unauthorized=True) for _ in range(6)]
     assert [limits.add_link(each) for each in unauthorized] == [""] * 5 + [rejection]
     links_of_other_hosts = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
-    assert [limits.add_link(each) for each in links_of_other_hosts] == [""] * 5 + [rejection]
+    assert [limits.add_link(host) for host in links_of_other_hosts] == [""] * 5 + [rejection]
     unauthorized[3].is_unauthorized = False  # its token was accepted
     assert limits.add_link(unauthorized[5]) == ""
     others = [OneLink() for _ in range(30)]
-    assert [limits.add_link(each) for each in others] == [""] * 29 + [
+    assert [limits.add_link(other) for other in others] == [""] * 29 + [
         "the limit of connections is reached"
     ]
     for each in (*unauthorized, *links_of_other_hosts, *others):
@@ -316,8 +316,8 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         links.append(await dial_port(port, files))
         sides[3]._on_tick()
         assert [each.is_closed for each in sides] == [False, True, True, False]
-        for each in links:
-            each.abort("done")
+        for link in links:
+            link.abort("done")
 
 
 @pytest.mark.parametrize(
@@ -380,4 +380,4 @@ def test_addresses_of_one_network_share_a_log_limit(monkeypatch):
     same = [f"2001:db8::{number:x}" for number in range(9)]
     others = ["2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "[2001:db8::1]:99", "[2001:db8::2]:99"]
     assert [tls.is_new_failure(each, "x") for each in same] == [True] + [False] * 8
-    assert all(tls.is_new_failure(each, "x") for each in others)
+    assert all(tls.is_new_failure(other, "x") for other in others)

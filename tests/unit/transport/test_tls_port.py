@@ -655,7 +655,7 @@ async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
         with socket.create_connection((ANY, listener.port)) as closed_connection:
             closed_connection.sendall(hello_of_client(files))
             await poll_until(lambda: delayed)
-            assert [each.when() for each in timeouts] == [None]
+            assert [timeout.when() for timeout in timeouts] == [None]
         turns._call_later = call_later
         turns._begin_one()
         await poll_until(lambda: "closed the connection while its handshake waited" in logged())

@@ -34,7 +34,7 @@ def append_of(*req_ids: ReqId) -> AppendRaw:
     """Return an append with one record for each request ID; only the record prefixes are valid."""
     records = [RECORD_PREFIX.pack(index, each.to_bytes(), 0, 0, 0) + b"crc!" for index, each in
                enumerate(req_ids)]  # fmt: skip
-    lengths = np.array([len(each) for each in records], dtype=">i4").tobytes()
+    lengths = np.array([len(record) for record in records], dtype=">i4").tobytes()
     return AppendRaw(1, 2, 0, 0, lengths, b"".join(records), 0, bytes(16), ())
 
 

@@ -125,7 +125,7 @@ def test_a_healthy_cluster_is_shown(world):
     assert (fields["zookeeper_error"], fields["is_settled"]) == ("", True)
     assert abs(fields["time_ms"] - cluster_view.now_ms()) < 60_000
     assert fields["zookeeper"] == [
-        {"address": each, "state": "up", "mode": "follower", "error": ""} for each in NODES
+        {"address": node, "state": "up", "mode": "follower", "error": ""} for node in NODES
     ]
     assert fields["servers"][0] == {
         "address": ONE,
@@ -137,7 +137,7 @@ def test_a_healthy_cluster_is_shown(world):
         "preferred": [],
         "unreachable_storages": [],
     }
-    assert [each["address"] for each in fields["storages"]] == [A, B, C, SPARE]
+    assert [storage["address"] for storage in fields["storages"]] == [A, B, C, SPARE]
     assert fields["storages"][0] == {
         "address": A,
         "group": 0,
@@ -361,7 +361,7 @@ async def test_without_zookeeper_the_view_has_the_members_of_the_last_read(
     world.case.storage(A, failure="refused")
     world.case.facts = Facts(
         CONNECT,
-        tuple(ZooKeeperServerFacts(each, "refused") for each in NODES),
+        tuple(ZooKeeperServerFacts(node, "refused") for node in NODES),
         cluster=world.case.facts.cluster,
     )
     fields = await world.view()
@@ -631,4 +631,4 @@ async def test_a_cancelled_request_does_not_affect_the_requests_that_wait_for_it
         await poll_until(lambda: query.count == 2)
         query.may_end.set()
     assert first.cancelled()
-    assert [each.result() for each in others] == [2, 2, 2]
+    assert [other.result() for other in others] == [2, 2, 2]

@@ -155,7 +155,7 @@ def test_pages_reference_no_other_origin():
         assert re.sub(r"http://www\.w3\.org/2000/svg", "", text).count("://") == 0, name
 
 
-@pytest.mark.parametrize("name", [each for each in FILES if each.endswith(".js")])
+@pytest.mark.parametrize("name", [file for file in FILES if file.endswith(".js")])
 def test_no_script_makes_html_or_code_of_a_text(name):
     text = (PAGES / name).read_text(encoding="utf-8")
     unsafe = (
@@ -468,7 +468,7 @@ def test_rejections_have_the_client_of_the_winner():
         taken = {"partition": 1, "write_locks": [["seat", "12F"]], "mark": -1}
         async with gateway.client() as client:
             answers = [await client.append({"data": name, **taken}) for name in "abc"]
-        assert [each.status for each in answers] == [200, 409, 409]
+        assert [answer.status for answer in answers] == [200, 409, 409]
         _, found = await get_json(gateway, "/v1/console/partitions/1/rejections")
         first, second = found["rejections"]
         assert {first["winner"], second["winner"]} == {0}

@@ -391,7 +391,7 @@ async def test_the_newest_audit_entries_are_listed_first(monkeypatch):
         for number in range(HISTORY_MAX + 3):
             await world.coordinator.audit.begin(AuditEntry("ann@host", number, "cluster prefer"))
         history = (await world.changes.fields())["history"]
-        assert [each["begun_ms"] for each in history] == list(range(HISTORY_MAX + 2, 2, -1))
+        assert [change["begun_ms"] for change in history] == list(range(HISTORY_MAX + 2, 2, -1))
 
 
 @run_on_virtual_loop

@@ -128,14 +128,14 @@ def test_a_page_has_the_fields_of_the_console():
 
 def test_forward_pages_have_each_transaction_once():
     async def scenario(client):
-        await write(client, [(0, b"%d" % each) for each in range(130)])
+        await write(client, [(0, b"%d" % number) for number in range(130)])
         first, found = 0, []
         while first <= 129:
             page = await read_page_from(client, P, first, 50)
             found += page["transactions"]
             assert page["next"] == min(first + 50, 130)
             first = page["next"]
-        assert [each["text"] for each in found] == [f"{each}" for each in range(130)]
+        assert [each["text"] for each in found] == [f"{number}" for number in range(130)]
 
     run(scenario)
 
@@ -223,14 +223,16 @@ def test_a_page_of_large_transactions_is_bounded(monkeypatch):
 
 def test_the_newest_page_ends_at_the_high_water_mark(monkeypatch):
     async def scenario(client):
-        await write(client, [(0, b"%d" % each) for each in range(130)])
+        await write(client, [(0, b"%d" % number) for number in range(130)])
         fetches = Fetches(client, monkeypatch)
         page = await read_page_until(client, P, None, 50)
         assert set(page) == UNTIL_FIELDS
         assert ids(page) == list(range(80, 130))
         assert (page["next"], page["previous"], page["high_water_mark"]) == (130, 79, 129)
         assert len(fetches.queries) == 3
-        assert fetches.bytes == sum(40 + len(each["text"]) for each in page["transactions"])
+        assert fetches.bytes == sum(
+            40 + len(transaction["text"]) for transaction in page["transactions"]
+        )
         older = await read_page_until(client, P, page["previous"], 50)
         assert ids(older) == list(range(30, 80))
         assert (older["next"], older["previous"]) == (80, 29)
@@ -497,10 +499,10 @@ def test_the_texts_of_a_page_are_bounded():
         packed = Zstd(BYTES).serialize(b"a" * 100_000)
         await write(client, [(0, packed)] * 200)
         page = await read_page_from(client, P, 0, 200)
-        texts = [each["text"] for each in page["transactions"]]
+        texts = [transaction["text"] for transaction in page["transactions"]]
         lengths = [16_384] * 32 + [512] * 168
-        assert [len(each) for each in texts] == lengths
-        assert all(each["is_shortened"] for each in page["transactions"])
+        assert [len(text) for text in texts] == lengths
+        assert all(transaction["is_shortened"] for transaction in page["transactions"])
         last = await read_page_from(client, P, 199, 1)
         assert len(last["transactions"][0]["text"]) == 16_384
 
