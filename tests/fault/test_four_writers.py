@@ -88,7 +88,8 @@ def test_the_comparison_detects_a_committed_conflict():
         for number, row in enumerate(rows)
     ]
     assert any(
-        "conflicts with transaction 0" in each for each in four_writers.compare(ledger, log).wrong
+        "conflicts with transaction 0" in problem
+        for problem in four_writers.compare(ledger, log).wrong
     )
 
 

@@ -396,9 +396,9 @@ class ReplicaGuarantees:
             return
         offset = 0
         for position, record in enumerate(self._state.history.records[first : last + 1], first):
-            if found[at : at + len(record)] != record:
+            if found[offset : offset + len(record)] != record:
                 self._state.fail("Fixed", f"{storage.name} has a wrong record {position}")
-            at += len(record)
+            offset += len(record)
 
 
 def _is_contiguous(answer: RangeBytes) -> bool:

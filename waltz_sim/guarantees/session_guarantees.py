@@ -464,7 +464,7 @@ class SessionGuarantees:
     def _check_open(self, session: SessionId, effect_name: str) -> None:
         if session not in self.opened:
             self._state.fail(
-                "GateCAS2", f"effect {what} of session {session}, which is not open yet"
+                "GateCAS2", f"effect {effect_name} of session {session}, which is not open yet"
             )
 
     def _check_session_opened(
