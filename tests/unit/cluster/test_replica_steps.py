@@ -201,7 +201,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(plan_case):
             assert len(in_sync) >= len(next_replicas.after) // 2 + 1
         if removed and not added:
             assert set(plan.added_replicas[0]) <= owner.in_sync
-        assigned, owner.assigned = after, found.after
+        assigned, owner.assigned = after, next_replicas.after
     assert set(owner.assigned) == set(wanted)
     for _ in NAMES:  # A former replica may have been unavailable until now.
         owner.restarts(set(NAMES))

@@ -69,11 +69,11 @@ def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Rea
 
 
 def request_range(
-    each: Reads, first: int, last: int, *, form: RangeForm = RangeForm.HEADERS, sequence: int = 1
+    machine: Reads, first: int, last: int, *, form: RangeForm = RangeForm.HEADERS, sequence: int = 1
 ) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = RangeRequest(req_id, first, last, 1 << 20, form, ())
-    return each.request_range(RequestReceived(ConnectionId(1), message, 70, 0), message)
+    return machine.request_range(RequestReceived(ConnectionId(1), message, 70, 0), message)
 
 
 def fetch_of(outcomes: list[SendToClient | Fetch | FeedHeaders]) -> Fetch:
@@ -103,12 +103,12 @@ def headers(fetch: Fetch, count: int) -> RangeBytes:
 
 
 def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None:
-    each = reads(concurrent_fetches_max=2)
-    first = fetch_of(request_range(each, 0, 9))
-    second = fetch_of(request_range(each, 10, 19))
-    assert request_range(each, 20, 29) == []
-    assert request_range(each, 30, 39) == []
-    answer, third = each.on_range_fetched(first.token, headers(first, 10), 0)
+    machine = reads(concurrent_fetches_max=2)
+    first = fetch_of(request_range(machine, 0, 9))
+    second = fetch_of(request_range(machine, 10, 19))
+    assert request_range(machine, 20, 29) == []
+    assert request_range(machine, 30, 39) == []
+    answer, third = machine.on_range_fetched(first.token, headers(first, 10), 0)
     assert isinstance(answer, SendToClient)
     assert isinstance(third, Fetch)
     assert third.message.first == 20
@@ -118,8 +118,8 @@ def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None
 
 
 def test_reads_only_for_closed_connections_are_not_fetched() -> None:
-    each = reads(concurrent_fetches_max=1)
-    first = fetch_of(request_range(each, 0, 9))
+    machine = reads(concurrent_fetches_max=1)
+    first = fetch_of(request_range(machine, 0, 9))
     for number in range(10, 60, 10):
         assert request_range(machine, number, number + 9) == []
     message = RangeRequest(REQ_ID, 50, 59, 1 << 20, RangeForm.HEADERS, ())
@@ -132,8 +132,8 @@ def test_reads_only_for_closed_connections_are_not_fetched() -> None:
     assert answer.connection == 2
     assert isinstance(third, Fetch)
     assert third.message.first == 70  # for a feed
-    assert len(each.on_range_fetched(third.token, headers(third, 10), 0)) == 1
-    assert not each._range_fetches
+    assert len(machine.on_range_fetched(third.token, headers(third, 10), 0)) == 1
+    assert not machine._range_fetches
 
 
 def test_a_retry_for_a_closed_connection_is_dropped() -> None:
@@ -150,8 +150,8 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
 
 @pytest.mark.parametrize("replicas_in_group", [REPLICAS, REPLICAS[:2]])
 def test_nearby_replicas_are_queried_in_turn(replicas_in_group: list[ReplicaId]) -> None:
-    each = reads()
-    each.replicas_in_group = set() if replicas_in_group == REPLICAS else set(replicas_in_group)
+    machine = reads()
+    machine.replicas_in_group = set() if replicas_in_group == REPLICAS else set(replicas_in_group)
     replicas = [
         fetch_of(request_range(machine, 10 * number, 10 * number + 9)).replica
         for number in range(6)
@@ -160,9 +160,11 @@ def test_nearby_replicas_are_queried_in_turn(replicas_in_group: list[ReplicaId])
 
 
 def test_nearby_replicas_of_the_session_are_queried_first() -> None:
-    each = reads()
-    each.replicas_in_group = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
-    fetches = [fetch_of(request_range(each, 10 * number, 10 * number + 9)) for number in range(4)]
+    machine = reads()
+    machine.replicas_in_group = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
+    fetches = [
+        fetch_of(request_range(machine, 10 * number, 10 * number + 9)) for number in range(4)
+    ]
     assert [fetch.replica for fetch in fetches] == 4 * [REPLICAS[1]]
     fetch = fetch_of(machine.on_fetch_failed(FetchFailed(fetches[0].token, "gone"), 0))
     other = fetch_of(machine.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
@@ -278,11 +280,11 @@ def test_an_answer_from_an_earlier_session_is_accepted() -> None:
 
 @pytest.mark.parametrize("is_good", [True, False])
 def test_a_read_in_progress_counts_towards_the_limit_after_a_timeout(is_good: bool) -> None:
-    each = reads(concurrent_fetches_max=1)
-    fetch = fetch_of(request_range(each, 0, 9, sequence=1))
-    each.abandon()
-    each.on_session_opened(SessionId(5), TransactionId(99))
-    assert request_range(each, 10, 19, sequence=2) == []
+    machine = reads(concurrent_fetches_max=1)
+    fetch = fetch_of(request_range(machine, 0, 9, sequence=1))
+    machine.abandon()
+    machine.on_session_opened(SessionId(5), TransactionId(99))
+    assert request_range(machine, 10, 19, sequence=2) == []
     late = (
         machine.on_range_fetched(fetch.token, headers(fetch, 10), 0)
         if is_good
@@ -307,11 +309,11 @@ def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
 
 
 def test_abandoning_returns_the_requests() -> None:
-    each = reads(concurrent_fetches_max=1)
-    fetch = fetch_of(request_range(each, 0, 9, sequence=1))
-    request_range(each, 10, 19, sequence=2)
-    assert [one.message.req_id.sequence for one in each.abandon()] == [1, 2]
-    assert each.on_range_fetched(fetch.token, headers(fetch, 10), 0) == []
+    machine = reads(concurrent_fetches_max=1)
+    fetch = fetch_of(request_range(machine, 0, 9, sequence=1))
+    request_range(machine, 10, 19, sequence=2)
+    assert [one.message.req_id.sequence for one in machine.abandon()] == [1, 2]
+    assert machine.on_range_fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
 def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
@@ -407,11 +409,11 @@ def test_an_answer_of_a_storage_is_checked_before_the_next_read(form, spoil) -> 
 
 
 def request_data(
-    each: Reads, wanted: int, *, sequence: int = 1
+    machine: Reads, wanted: int, *, sequence: int = 1
 ) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = TransactionDataRequest(req_id, wanted)
-    return each.request_data(RequestReceived(ConnectionId(1), message, 70, 0), message)
+    return machine.request_data(RequestReceived(ConnectionId(1), message, 70, 0), message)
 
 
 def data_of(outcome: SendToClient | Fetch | FeedHeaders) -> tuple[int, bytes]:
@@ -445,7 +447,7 @@ def test_sequential_reads_are_read_ahead() -> None:
     assert machine.cache_reads()["transaction", "hit"] == 11
     fetch = fetch_of(request_data(machine, 20))
     assert fetch.message.last == 20 + PREFETCH_COUNT_MAX - 1
-    assert each.fetch_count == 3
+    assert machine.fetch_count == 3
 
 
 def test_random_reads_are_not_read_ahead() -> None:
@@ -480,7 +482,7 @@ def test_read_ahead_ranges_are_not_requested_twice() -> None:
     assert more.message.first == 10
     answers = machine.on_range_fetched(more.token, whole_records(more, 10, 11), 0)
     assert [data_of(answer) for answer in answers] == [written_data(10), written_data(11)]
-    assert each.fetch_count == 3
+    assert machine.fetch_count == 3
 
 
 def test_damage_in_the_read_ahead_does_not_affect_earlier_ranges() -> None:
@@ -532,18 +534,18 @@ def test_a_partition_can_be_abandoned_during_read_ahead() -> None:
     assert fetch_of(request_data(machine, 9)).message.first == 9
 
 
-def fail_rounds(each: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[object]:
+def fail_rounds(machine: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[object]:
     """Let all replicas fail, round after round; return the last outcomes. "!": damage."""
     now_ms, outcomes = 0, list[object]()
     for number, reasons in enumerate(rounds):
         if number:
-            assert each.wake_at_ms is not None
-            now_ms = each.wake_at_ms
-            fetch = fetch_of(each.wake(now_ms))
+            assert machine.wake_at_ms is not None
+            now_ms = machine.wake_at_ms
+            fetch = fetch_of(machine.wake(now_ms))
         for reason in reasons:
             code = errors.ObjectMissing.code if reason.startswith("!") else 0
             event = FetchFailed(fetch.token, reason, damage_code=code)
-            outcomes = list(each.on_fetch_failed(event, now_ms))
+            outcomes = list(machine.on_fetch_failed(event, now_ms))
             if reason is not reasons[-1]:
                 fetch = fetch_of(outcomes)
     return outcomes
@@ -585,8 +587,8 @@ def test_a_feed_fails_when_all_replicas_report_damage_for_long() -> None:
     assert isinstance(outcome.error, errors.Unreachable)
     assert outcome.error.retriable
     assert "transactions 0..9: !object a: lost" in str(outcome.error)
-    assert each.wake_at_ms is None
-    assert not each._range_fetches
+    assert machine.wake_at_ms is None
+    assert not machine._range_fetches
 
 
 def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
