@@ -186,7 +186,7 @@ def schedule_of(
         lag_bytes_max=rng.choice((600, 4_096, 65_536)),
         range_bytes_max=rng.choice((300, 1_024)),
         is_unbounded=rng.random() < 0.05,
-        # Each of these has its own random stream, so that older seeds keep their meaning.
+        # Each of these settings has its own random stream, so older seeds keep their schedules.
         has_large_batches=random_of_number(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=random_of_number(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
         followers=random_of_number(seed ^ 0xF078E).choice((0, 0, 2, 4)),
