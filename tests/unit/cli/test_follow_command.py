@@ -26,7 +26,10 @@ ARGUMENTS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
             ["--changes", "tests.changes_functions:return_pairs", "--delete-header", "1"],
             "the changes function tests.changes_functions:return_pairs or rules for deletes",
         ),
-        (["--tables", "x"], "--tables cannot be used with TABLE or with one of the options format, key"),
+        (
+            ["--tables", "x"],
+            "--tables cannot be used with TABLE or with one of the options format, key",
+        ),
         (["--interval-s", "0"], "--interval-s: expected more than 0, found 0"),
         (
             ["--start-marks", "7"],
