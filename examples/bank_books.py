@@ -5,9 +5,9 @@
 Rules:
     1. The log is the source of truth. If the log contains an entry, then the entry has happened.
        The database is computed from the log.
-    2. An account belongs to the partition that its lock hashes to. Each entry of an account is
-       computed from a state at least as new as the entry's high-water mark, and has the write lock
-       of the account. So no balance is ever below zero, and a deactivated account gets no new
+    2. An account belongs to the partition that its lock hashes to. Each entry of an account has the
+       write lock of the account. The entry is computed from a state that is at least as new as its
+       high-water mark. So no balance is ever below zero, and a deactivated account gets no new
        entries. The database has the same constraints, and they never fail.
     3. An entry has a key, and a write lock on this key. If the entry is sent again, its partition
        still contains it only once.

@@ -103,17 +103,17 @@ def run_example(connect: str, *, plain: bool) -> int:
     both_have_read = threading.Barrier(2, timeout=60)
     threads = [
         threading.Thread(
-            target=each.change, args=(-WITHDRAWAL, both_have_read), kwargs={"plain": plain}
+            target=service.change, args=(-WITHDRAWAL, both_have_read), kwargs={"plain": plain}
         )
-        for each in services
+        for service in services
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     services[0].balance.catch_up(services[0].client, services[0].partition)
-    for each in services:
-        each.client.close()
+    for service in services:
+        service.client.close()
     return services[0].balance.amount
 
 

@@ -91,8 +91,10 @@ def run_example(connect: str, *, plain: bool) -> int:
     for number in range(1, ROUNDS + 1):
         both_have_read = threading.Barrier(2, timeout=60)
         threads = [
-            threading.Thread(target=each.increment, args=(both_have_read,), kwargs={"plain": plain})
-            for each in services
+            threading.Thread(
+                target=service.increment, args=(both_have_read,), kwargs={"plain": plain}
+            )
+            for service in services
         ]
         for thread in threads:
             thread.start()
@@ -100,8 +102,8 @@ def run_example(connect: str, *, plain: bool) -> int:
             thread.join()
         services[0].counter.catch_up(services[0].client, services[0].partition)
         print(f"after {2 * number} increments the counter is {services[0].counter.value}")
-    for each in services:
-        each.client.close()
+    for service in services:
+        service.client.close()
     return services[0].counter.value
 
 

@@ -97,10 +97,10 @@ def read_flights(snapshot: waltz_spark.Snapshot) -> DataFrame:
 def differing_rows(table: DataFrame, read_back: DataFrame) -> int:
     """Return how many different rows do not occur equally often in both tables."""
     columns = table.columns
-    both = table.select(*columns, F.lit(1).alias("side")).unionAll(
+    all_rows = table.select(*columns, F.lit(1).alias("side")).unionAll(
         read_back.select(*columns, F.lit(-1).alias("side"))
     )
-    return both.groupBy(*columns).agg(F.sum("side").alias("sides")).where("sides != 0").count()
+    return all_rows.groupBy(*columns).agg(F.sum("side").alias("sides")).where("sides != 0").count()
 
 
 def aircraft_table(read_back: DataFrame) -> DataFrame:
@@ -200,11 +200,11 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
     with figures.measure("compare"):
         check("rows that differ", found=differing_rows(table, read_back), expected=0)
     show_line("4. the busiest aircraft, and where each one is, from the log")
-    found = aircraft_table(read_back).limit(BORIS_PLACES[1]).collect()
-    for row in found[:5]:
+    rows = aircraft_table(read_back).limit(BORIS_PLACES[1]).collect()
+    for row in rows[:5]:
         show_line(f"   {row.tailnum:8} {row.departures:4} departures, now at {row['at']}")
     show_line("5. two dispatchers, one snapshot, the same aircraft")
-    figures.rejected = run_conflict(spark, connect, [(row.tailnum, row["at"]) for row in found])
+    figures.rejected = run_conflict(spark, connect, [(row.tailnum, row["at"]) for row in rows])
     return figures
 
 
@@ -216,11 +216,13 @@ def stop_spark(spark: SparkSession) -> None:
     """
     children = psutil.Process().children(recursive=True)
     workers = [
-        each for each in children if any("pyspark.daemon" in word for word in _command_line(each))
+        child
+        for child in children
+        if any("pyspark.daemon" in word for word in _command_line(child))
     ]
-    for each in workers:
+    for worker in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.terminate()
+            worker.terminate()
     psutil.wait_procs(workers, timeout=10)
     spark.stop()
 

@@ -7,12 +7,12 @@ The example records every outcome that a writer gets, and then compares the outc
     3. Reported as unknown: the log contains it at most once.
     4. The log contains only transactions that were written. Transaction IDs are dense, and request
        IDs are unique.
-    5. No transaction follows a conflicting one that its author had not seen. To check this, the
-       locks and the high-water mark in the bytes of each transaction are replayed in the order of
-       the log.
-    6. Each counter counts 1, 2, 3, ...: no value was computed from an old one.
-    7. If the outcome of a transaction was reported before another one was sent, then it precedes
-       the other one in the log.
+    5. No transaction follows a conflicting transaction that its author had not seen. To check this,
+       the locks and the high-water mark in the bytes of each transaction are replayed in the order
+       of the log.
+    6. Each counter has the values 1, 2, 3, ...: no value was computed from an old value.
+    7. If the outcome of a transaction was reported before another transaction was sent, the first
+       transaction precedes the other in the log.
 
 A third of the transactions are appended in batches, and a third as single appends. These writers do
 not read first, so locks reject some of their transactions. The last third are contexts, which read
@@ -318,8 +318,8 @@ class Writer:
 def set_report_times(recorded: list[RecordedOutcome]) -> None:
     """Set the time of the report in the records that have none yet."""
     now_s = time.monotonic()
-    for each in recorded:
-        each.reported_s = each.reported_s or now_s
+    for record in recorded:
+        record.reported_s = record.reported_s or now_s
 
 
 def set_outcomes(pending: Pending) -> None:

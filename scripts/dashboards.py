@@ -1,11 +1,11 @@
 """The Grafana dashboards in `conf/grafana/`: `make docs` writes them from the declarations here.
 
 Rules:
-    1. A dashboard answers the questions of one view (cluster, partition, storage, client, Spark
-       query), from the top: what is wrong, how much work there is, how long it takes, what runs
-       out.
-    2. Each panel has a unit, legends, and a description that names what to do or where to look.
-    3. `[[]]` in a query stands for the dashboard's variables. All also matches an absent label.
+    1. A dashboard shows one view: cluster, partition, storage, client or Spark query. From top to
+       bottom it shows problems, the amount of work, latencies, and resources that may run out.
+    2. Each panel has a unit, legends, and a description with an action, or a place to look at next.
+    3. `[[]]` in a query is replaced by matchers for the dashboard's variables. The value All of a
+       variable also matches series without the label.
 """
 
 import json
@@ -524,12 +524,13 @@ DASHBOARDS: Final = (
 def dashboards() -> dict[str, str]:
     """Return the JSON of each dashboard by the name of its file."""
     return {
-        f"{each.name}.json": json.dumps(_dashboard(each), indent=2) + "\n" for each in DASHBOARDS
+        f"{dashboard.name}.json": json.dumps(_dashboard(dashboard), indent=2) + "\n"
+        for dashboard in DASHBOARDS
     }
 
 
 def _dashboard(dashboard: Dashboard) -> dict[str, object]:
-    names = ", ".join(f'{each.name}=~"${each.name}"' for each in dashboard.variables)
+    names = ", ".join(f'{variable.name}=~"${variable.name}"' for variable in dashboard.variables)
     return {
         "uid": dashboard.name,
         "title": dashboard.title,
@@ -582,16 +583,16 @@ def _variable(variable: Variable) -> dict[str, object]:
 def _place_panels(panels: Iterable[Panel], names: str) -> Iterable[dict[str, object]]:
     """Yield the panels, from left to right and from top to bottom."""
     x = y = row = 0
-    for number, each in enumerate(panels, 1):
-        height = 4 if each.kind == "stat" else 8
-        if x + each.width > COLUMNS:
+    for number, panel in enumerate(panels, 1):
+        height = 4 if panel.kind == "stat" else 8
+        if x + panel.width > COLUMNS:
             x, y, row = 0, y + row, 0
         yield {
             "id": number,
-            "gridPos": {"x": x, "y": y, "w": each.width, "h": height},
-            **_panel(each, names),
+            "gridPos": {"x": x, "y": y, "w": panel.width, "h": height},
+            **_panel(panel, names),
         }
-        x, row = x + each.width, max(row, height)
+        x, row = x + panel.width, max(row, height)
 
 
 def _panel(definition: Panel, names: str) -> dict[str, object]:

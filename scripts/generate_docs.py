@@ -151,18 +151,19 @@ def fill_section(path: Path, name: str, text: str, *, page: str | None = None) -
     `page` is the text so far, if it differs from the file's.
     """
     page = path.read_text(encoding="utf-8") if page is None else page
-    head, mark, remaining = page.partition(f"<!-- {name}: ")
+    head, opening, remaining = page.partition(f"<!-- {name}: ")
     source, close, remaining = remaining.partition(" -->")
     _, end, after = remaining.partition(f"<!-- /{name} -->")
     assert end, f"{path.name} has no section for the {name}"
-    return f"{head}{mark}{source}{close}\n\n{text}\n\n{end}{after}"
+    return f"{head}{opening}{source}{close}\n\n{text}\n\n{end}{after}"
 
 
 def finding_table() -> str:
     """Return the table of findings."""
     rows = [
-        f"| {number} | {each.area.value} | `{each.name}` | {each.sentence} | `{each.command}` |"
-        for number, each in enumerate(FINDINGS.values(), 1)
+        f"| {number} | {finding.area.value} | `{finding.name}` | {finding.sentence} |"
+        f" `{finding.command}` |"
+        for number, finding in enumerate(FINDINGS.values(), 1)
     ]
     return "\n".join(["| | about | name | sentence | command |", "|---|---|---|---|---|", *rows])
 
@@ -181,10 +182,10 @@ def znode_table() -> str:
 def node_values() -> str:
     """Return the table of the nodes' values, with their bytes."""
     rows = [
-        (each.__name__, line.strip().removeprefix("Node "))
-        for each in vars(model).values()
-        if isinstance(each, type)
-        for line in (each.__doc__ or "").splitlines()
+        (node_class.__name__, line.strip().removeprefix("Node "))
+        for node_class in vars(model).values()
+        if isinstance(node_class, type)
+        for line in (node_class.__doc__ or "").splitlines()
         if line.strip().startswith("Node `R")
     ]
     return table(("value", "node and bytes"), rows)
@@ -251,14 +252,14 @@ def versions_of(message: type[Message]) -> str:
 
 def fields_of(message: type[Message], prefix: type[Message]) -> str:
     """Return the fields of a message in wire order, with their kinds."""
-    prefixed = {each.name for each in dataclasses.fields(prefix)}
+    prefixed = {field.name for field in dataclasses.fields(prefix)}
     hints = get_type_hints(message, include_extras=True)
     texts = []
-    for each in dataclasses.fields(message):
-        if each.name not in prefixed:
-            number = each.metadata.get("since", 0)
+    for field in dataclasses.fields(message):
+        if field.name not in prefixed:
+            number = field.metadata.get("since", 0)
             since = f" (since {number})" if number > message.since else ""
-            texts.append(f"`{each.name}` {hints[each.name].__metadata__[0].name}{since}")
+            texts.append(f"`{field.name}` {hints[field.name].__metadata__[0].name}{since}")
     return ", ".join(texts) or "none"
 
 
@@ -343,7 +344,7 @@ def layer_diagrams() -> str:
     """Return the layers of the import contracts, each package with its first sentence."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
-    diagrams = [layer_diagram(each) for each in contracts if each["type"] == "layers"]
+    diagrams = [layer_diagram(contract) for contract in contracts if contract["type"] == "layers"]
     return "```\n" + "\n\n".join(diagrams) + "\n```"
 
 

@@ -2,8 +2,8 @@
 
     python scripts/release_notes.py v0.2.0
 
-It fails if the tag is not the version of the code, or the section has no date. A release page shows
-each line break, so wrapped lines are joined.
+The script fails if the tag differs from the version of the code, or if the section has no date. A
+release page shows each line break, so wrapped lines are joined.
 """
 
 import re

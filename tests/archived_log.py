@@ -41,7 +41,7 @@ def split_into_pieces(records, lineage, rows):
     for start in range(0, len(records), rows):
         part = records[start : start + rows]
         low, high = lineage[0].first + start, lineage[0].first + start + len(part) - 1
-        inside = [each for each in lineage if each.first <= high and each.last >= low]
+        inside = [entry for entry in lineage if entry.first <= high and entry.last >= low]
         yield ArchivedRecords(b"".join(part), np.array([len(each) for each in part]), inside)
 
 
@@ -70,9 +70,9 @@ class ArchivedLog(NamedTuple):
 
     def batches(self, first, last):
         """Return the chain before first..last, and the batches that touch it."""
-        inside = [each for each in self.lineage if each.last >= first and each.first <= last]
-        at = self.lineage.index(inside[0])
-        return self.lineage[at - 1].chain if at else GENESIS_CHAIN, tuple(inside)
+        inside = [entry for entry in self.lineage if entry.last >= first and entry.first <= last]
+        index = self.lineage.index(inside[0])
+        return self.lineage[index - 1].chain if index else GENESIS_CHAIN, tuple(inside)
 
 
 def write_manifest(store, manifest, name):
@@ -94,8 +94,8 @@ def write_archive(
 ):
     """Write a log of some objects, with a manifest and one page of its oldest `page_entries`.
 
-    In each object, one batch has no commit time; the others have `FIRST_COMMIT_MS` plus one second
-    per object. `unused` are the sizes of batches in the first object that the manifest omits.
+    In each object, one batch has no commit time. The other batches have `FIRST_COMMIT_MS` plus one
+    second per object. The manifest omits batches of the sizes `unused` in the first object.
     """
     manifest = Manifest(CLUSTER_KEY, PARTITION_ID, 0, 0, -1, GENESIS_CHAIN)
     records, lineage, chain = [], [], GENESIS_CHAIN

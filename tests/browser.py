@@ -30,7 +30,7 @@ def find_chromium() -> str:
 def run_browser() -> Iterator[Browser]:
     """Run Chromium while the block runs."""
     path = find_chromium()
-    # Chromium does not run as root in its sandbox.
+    # As root, Chromium does not start with its sandbox.
     words = ["--no-sandbox"] if os.getuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=words)

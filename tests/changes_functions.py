@@ -20,7 +20,7 @@ _CHANGES_SCHEMA = pa.schema(
 def pair_changes(_header: int, row: dict) -> list[tuple[int, int | None]]:
     """Return up to three changes of a transaction: keys with a value, or None for a delete.
 
-    The last two of three have the same key.
+    If there are three changes, the last two have the same key.
     """
     if row.get("id") is None:  # of another kind
         return []

@@ -1,8 +1,8 @@
 """The contract between a cluster and its clients, tested in memory and on a real cluster.
 
 `test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, calm and with faults,
-`test_conformance.py` over real processes. A scenario must work with any log that its partition
-already has.
+`test_conformance.py` over real processes. A scenario must work with any transactions that its
+partition already contains.
 """
 
 import threading
@@ -138,10 +138,10 @@ def read_payloads(client: WaltzClient, partition: int, first: int) -> list[bytes
     payloads = []
     last = client.high_water_mark(partition, linearizable=True)
     for chunk in client.read_range(partition, first, last):
-        at = 0
+        offset = 0
         for length in chunk.lengths.tolist():
-            payloads.append(bytes(chunk.records[at + 36 : at + length - 4]))
-            at += length
+            payloads.append(bytes(chunk.records[offset + 36 : offset + length - 4]))
+            offset += length
     return payloads
 
 
@@ -154,7 +154,7 @@ def is_log_complete(world: ScenarioSetup) -> bool:
     with world.open() as client:
         last = client.high_water_mark(world.partition, linearizable=True)
         chunks = client.read_range(world.partition, 0, last, form=RangeForm.HEADERS)
-        headers = np.concatenate([np.frombuffer(each.records, HEADER_DTYPE) for each in chunks])
+        headers = np.concatenate([np.frombuffer(chunk.records, HEADER_DTYPE) for chunk in chunks])
     is_dense = np.array_equal(headers["transaction_id"], np.arange(last + 1))
     return is_dense and np.unique(headers["req_id"]).size == headers.size
 
@@ -281,15 +281,15 @@ def a_closed_client_has_reported_every_outcome(world: ScenarioSetup) -> None:
 
 def write_and_append_locks_reject_only_later_write_and_read_locks(world: ScenarioSetup) -> None:
     kinds = ("write_locks", "read_locks", "append_locks")
-    with world.open() as one, world.open() as two:
+    with world.open() as first_client, world.open() as second_client:
         for number, (earlier, later) in enumerate(product(kinds, kinds)):
             hashed = [lock("pair", number)]
-            mark = one.high_water_mark(world.partition)
+            mark = first_client.high_water_mark(world.partition)
             won = append_and_wait(
-                one, world.partition, **{earlier: hashed}, client_high_water_mark=mark
+                first_client, world.partition, **{earlier: hashed}, client_high_water_mark=mark
             )
             assert won == mark + 1
-            late = two.append(
+            late = second_client.append(
                 b"late", partition=world.partition, **{later: hashed}, client_high_water_mark=mark
             )
             if earlier != "read_locks" and later != "append_locks":
@@ -301,10 +301,10 @@ def write_and_append_locks_reject_only_later_write_and_read_locks(world: Scenari
                 mark = won
             else:
                 assert late.result(TEST_TIMEOUT_S) == won + 1
-            # A client that has applied all of it passes.
-            seen = two.high_water_mark(world.partition)
+            # The log accepts a client that has applied all transactions.
+            seen = second_client.high_water_mark(world.partition)
             passed = append_and_wait(
-                two, world.partition, **{later: hashed}, client_high_water_mark=seen
+                second_client, world.partition, **{later: hashed}, client_high_water_mark=seen
             )
             assert passed == seen + 1
 
@@ -424,8 +424,8 @@ def a_context_ends_at_its_timeout(world: ScenarioSetup) -> None:
             assert context.has_ended.wait(TEST_TIMEOUT_S)
             if "lock failure" in context.hooks:
                 break
-            # On a busy machine the append may not have been rejected by then: the next one has more
-            # time.
+            # On a busy machine, the server may not have rejected the append by then: the next
+            # append has more time.
         behind = ended.value
         assert isinstance(behind, errors.ViewBehind)
         assert "no transaction was applied in that time" in str(behind)
@@ -452,10 +452,10 @@ def two_clients_under_one_lock_lose_no_update(world: ScenarioSetup) -> None:
             builder.set_write_locks([lock("counter")])
             return True
 
-    with world.open() as one, world.open() as two:
-        start = one.high_water_mark(world.partition)
+    with world.open() as first_client, world.open() as second_client:
+        start = first_client.high_water_mark(world.partition)
         futures = []
-        counters = [(client, Counter(start)) for client in (one, two)]
+        counters = [(client, Counter(start)) for client in (first_client, second_client)]
         for client, counter in counters:
             client.subscribe(counter, [world.partition])
         for _ in range(10):
@@ -463,7 +463,9 @@ def two_clients_under_one_lock_lose_no_update(world: ScenarioSetup) -> None:
                 futures.append(client.submit(Increment(world.partition, counter)))
         ids = [future.result(TEST_TIMEOUT_S) for future in futures]
         assert sorted(ids) == list(range(start + 1, start + 21))
-        assert read_payloads(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 21)]
+        assert read_payloads(first_client, world.partition, start + 1) == [
+            b"%d" % i for i in range(1, 21)
+        ]
 
 
 def dependent_appends_continue_from_appends_in_flight(world: ScenarioSetup) -> None:
@@ -482,9 +484,9 @@ def dependent_appends_continue_from_appends_in_flight(world: ScenarioSetup) -> N
             builder.set_write_locks([lock("followed")])
             return True
 
-    with world.open() as one, world.open() as two:
-        start = one.high_water_mark(world.partition)
-        counters = [(client, RecordingCallbacks(start)) for client in (one, two)]
+    with world.open() as first_client, world.open() as second_client:
+        start = first_client.high_water_mark(world.partition)
+        counters = [(client, RecordingCallbacks(start)) for client in (first_client, second_client)]
         for client, counter in counters:
             client.subscribe(counter, [world.partition])
         futures = [
@@ -494,7 +496,9 @@ def dependent_appends_continue_from_appends_in_flight(world: ScenarioSetup) -> N
         ]
         ids = [future.result(TEST_TIMEOUT_S) for future in futures]
         assert sorted(ids) == list(range(start + 1, start + 41))
-        assert read_payloads(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 41)]
+        assert read_payloads(first_client, world.partition, start + 1) == [
+            b"%d" % i for i in range(1, 41)
+        ]
 
 
 def an_append_rejected_because_of_one_in_flight_may_depend_on_it(world: ScenarioSetup) -> None:
@@ -508,7 +512,7 @@ def an_append_rejected_because_of_one_in_flight_may_depend_on_it(world: Scenario
         with pytest.raises(errors.LockFailed) as caught:
             late.result(TEST_TIMEOUT_S)
         pipelined_state = caught.value.pipelined_state
-        assert [each.data for each in pipelined_state.predecessors] == [b"first"]
+        assert [predecessor.data for predecessor in pipelined_state.predecessors] == [b"first"]
         again = client.append(b"second", **{**fields, "pipelined": pipelined_state})
         assert again.result(TEST_TIMEOUT_S) == mark + 2
 
@@ -525,13 +529,16 @@ def a_dependent_append_is_not_ahead_of_other_locks(world: ScenarioSetup) -> None
         with pytest.raises(errors.LockFailed) as caught:
             late.result(TEST_TIMEOUT_S)
         pipelined_state = caught.value.pipelined_state
-        assert [each.data for each in pipelined_state.predecessors] == [b"first"]
+        assert [predecessor.data for predecessor in pipelined_state.predecessors] == [b"first"]
         fields["write_locks"] = [*hot, *other]
         again = client.append(b"again", **{**fields, "pipelined": pipelined_state})
         with pytest.raises(errors.LockFailed) as caught:
             again.result(TEST_TIMEOUT_S)
         pipelined_state = caught.value.pipelined_state
-        assert [each.data for each in pipelined_state.predecessors] == [b"first", b"other"]
+        assert [predecessor.data for predecessor in pipelined_state.predecessors] == [
+            b"first",
+            b"other",
+        ]
         at_last = client.append(b"at last", **{**fields, "pipelined": pipelined_state})
         assert at_last.result(TEST_TIMEOUT_S) == mark + 3
 
@@ -587,8 +594,8 @@ def a_poison_transaction_is_skipped_or_retried_or_stops_its_partition(world: Sce
         assert ledger.applied_ids == [skipped - 1, again, stops - 1]
 
 
-# If a connection breaks, lost appends are sent again after the other ones, and a context counts one
-# more attempt.
+# If a connection breaks, the client sends lost appends again after the other appends, and a context
+# counts one more attempt.
 SCENARIOS_WITHOUT_FAULTS = (
     ids_are_dense_and_in_the_order_of_one_clients_appends,
     a_closed_client_has_reported_every_outcome,

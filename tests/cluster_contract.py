@@ -1,7 +1,7 @@
 """The contract between ZooKeeper and a cluster, tested in memory and on a real ZooKeeper.
 
-`test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
-over a real ZooKeeper. Each scenario has its own root.
+`test_coordinator.py` runs the scenarios in memory, and `test_zookeeper.py` on a real ZooKeeper.
+Each scenario has its own root.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ async def run_meanwhile(*coroutines: Awaitable[object]) -> AsyncIterator[None]:
     """Run endless coroutines for the duration of the block; the block raises their errors."""
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_await(each)) for each in coroutines]
+        tasks = [group.create_task(_await(coroutine)) for coroutine in coroutines]
         try:
             yield
         finally:
@@ -339,14 +339,14 @@ async def permissions_are_changed_by_compare_and_set(world: ZooKeeperUnderTest, 
     with pytest.raises(errors.BadRequest, match="has permissions already"):
         await two.permissions.create(created, author)
 
-    # Each of many concurrent changes has its own revision, and no change is lost.
+    # Concurrent changes have different revisions, and no change is lost.
     changes = (one, two) * 3
     async with asyncio.TaskGroup() as group:
         results = [
             group.create_task(each.permissions.change(add_limited_principal(number), author))
             for number, each in enumerate(changes, 1)
         ]
-    assert sorted(each.result().after.revision for each in results) == list(range(2, 8))
+    assert sorted(result.result().after.revision for result in results) == list(range(2, 8))
     now = await one.permissions.read_existing()
     assert sorted(now.limits) == [f"p{number}" for number in range(1, 7)]
     assert now.revision == 7
@@ -502,7 +502,7 @@ async def servers_register_and_unregister(world: ZooKeeperUnderTest, root: str) 
             assert owners_and_generations(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
             assert view.partitions_of(2) == {2: 2, 3: 2}
             assert view.servers[2].address == "10.0.1.1:5002"
-        # The lead goes; the other one becomes the lead.
+        # When the leader disconnects, the other server becomes the leader.
         await one.unregister_server()
         for inbox in (at_client, at_one, at_two):
             view = await inbox.wait_for(lambda view: list(view.servers) == [2])

@@ -15,7 +15,7 @@ from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run `waltz-core WORDS` in this process, in a tenth of the time of a new process.
+    """Run `waltz-core WORDS` in this process, which takes a tenth of the time of a new process.
 
     Its output is not a terminal. Its log lines are those of the test's process.
     """
@@ -23,7 +23,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(error),
-        patch.object(sys, "argv", [PROGRAM_NAME, *words]),  # the audit's command
+        patch.object(sys, "argv", [PROGRAM_NAME, *words]),  # the command that the audit log records
     ):
         code = main()
     return subprocess.CompletedProcess(
@@ -32,7 +32,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def subcommands_of(group: str) -> dict[str, Subcommand]:
-    """Return the subcommands of a group with aliases; a command without a group is its only one."""
+    """Return the subcommands of a group with aliases; of a plain command, the command itself."""
     found = program.commands[group]
     stubs = found.commands if isinstance(found, CommandGroup) else {group: found}
     loaded = {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazySubcommand)}

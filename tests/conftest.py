@@ -18,7 +18,7 @@ settings.register_profile(
 settings.register_profile("thorough", parent=settings.get_profile("quick"), max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-# Spark's workers must be this very Python; with another one they do not know waltz_spark.
+# Spark's workers must use this Python interpreter: others cannot import waltz_spark.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 java_classes.use_class_archives()
 ports.use_worker_port_range()
@@ -42,7 +42,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Let tests that share something run in one worker, if `--dist` is `loadgroup`.
+    """With `--dist loadgroup`, let tests that share a fixture or files run in one worker.
 
     The groups of pytest-xdist are suffixes of the tests' IDs, which pytest 9.2 does not accept.
     """
@@ -67,9 +67,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     """Give long tests more time."""
-    for each in items:
-        if each.path.parent.name in LONG_TEST_FOLDERS:
-            each.add_marker(pytest.mark.timeout(3 * TEST_TIMEOUT_S))
+    for item in items:
+        if item.path.parent.name in LONG_TEST_FOLDERS:
+            item.add_marker(pytest.mark.timeout(3 * TEST_TIMEOUT_S))
 
 
 def pytest_warning_recorded(warning_message, nodeid):

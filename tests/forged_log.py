@@ -1,9 +1,9 @@
 """A synthetic log of a billion transactions: forged metadata without the records.
 
-Each partition gets the files of a storage after a session with that many transactions: the last
-record, an index with its position, one batch that covers all IDs, and the marker of the durable
-end. ZooKeeper gets the metadata that the session's owner would have written. The other records are
-missing, so only the last one can be read. Appends continue after it.
+Each partition gets the files of a storage after a session with so many transactions. The files have
+the last record, its position in an index, one batch that covers all IDs, and the marker of the
+durable end. ZooKeeper gets the metadata that the session's owner would have written. The other
+records are missing, so only the last record can be read. Appends continue after it.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class UnsyncedDisk(RealDisk):
         return UnsyncedFile(path, descriptors=self.descriptors, **how)
 
     def sync_directory(self, directory):
-        """Nothing."""
+        """Do nothing."""
 
 
 def write_forged_log(cluster: LocalCluster, last: int) -> None:
@@ -118,7 +118,7 @@ def _write_partition(disk, directory, key, partition, last, chain):
     stem = f"{directory}/{0:019d}"
     with open(stem + ".seg", "ab") as records:
         records.write(encode_record(last, partition))
-    with open(stem + ".idx", "r+b") as index:  # all but its end is a hole
+    with open(stem + ".idx", "r+b") as index:  # a sparse file, except for its end
         index.seek(SEGMENT_HEADER_BYTES + OFFSET_BYTES * last)
         index.write(SEGMENT_HEADER_BYTES.to_bytes(OFFSET_BYTES, "big"))
     header = SegmentHeader(STAMP_MS, key.bytes, partition, last + 1)

@@ -43,7 +43,7 @@ class GatewayClient:
         self, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> http.client.HTTPResponse:
         """Send a request; return the response, whose body is not read yet."""
-        named = {name.replace("_", "-"): each for name, each in headers.items()}
+        named = {name.replace("_", "-"): header for name, header in headers.items()}
         if method == "POST":
             named.setdefault("Content-Type", "application/json")
         if self._token is not None:
@@ -81,7 +81,8 @@ class GatewayClient:
 def append_body(*transactions: dict[str, Any]) -> bytes:
     """Return the body of an append."""
     rows = [
-        {**each, "data": base64.b64encode(each["data"].encode()).decode()} for each in transactions
+        {**transaction, "data": base64.b64encode(transaction["data"].encode()).decode()}
+        for transaction in transactions
     ]
     return json.dumps({"transactions": rows}).encode()
 

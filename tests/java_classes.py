@@ -19,9 +19,9 @@ from waltz_core import local
 from waltz_core.local.zookeeper_process import JAVA_OPTIONS_VARIABLE, find_java
 
 SPARK_OPTIONS_VARIABLE: Final = "SPARK_SUBMIT_OPTS"
-# Most of Spark's time here is its start, when the second compiler costs more than it gives back.
+# In tests, Spark mostly starts. During the start, Java's second compiler costs more than it saves.
 _SPARK_OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-# An archive that does not match must not print a line on the standard output.
+# Java must not print a line to standard output if the archive does not match.
 _QUIET_OPTIONS: Final = "-Xlog:disable -Xlog:all=error:stderr"
 _ARCHIVE_DIRECTORY: Final = Path(sys.prefix) / "java-classes"
 _SQL_QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
@@ -29,7 +29,7 @@ _SQL_QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
 
 def _archive_path(name: str) -> Path:
     java = Path(find_java()).resolve()
-    spark_home = os.environ.get("SPARK_HOME", "")  # a class path of other files fits no archive
+    spark_home = os.environ.get("SPARK_HOME", "")  # no archive matches another class path
     identity = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix} {spark_home}"
     return _ARCHIVE_DIRECTORY / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.jsa"
 
@@ -74,7 +74,7 @@ def _start_spark() -> None:
         code = f"from pyspark.sql import SparkSession; {client}.sql({_SQL_QUERY!r}).collect()"
         subprocess.run([sys.executable, "-c", code], check=True)
         spark.stop()
-        java.stdin.close()  # with it Java ends, and writes
+        java.stdin.close()  # then Java ends, and writes the archive
         java.wait()
 
 
@@ -97,7 +97,7 @@ def _create_archive(name: str, variable: str, options: str) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Create missing archives; with the name of one, be the process that is archived."""
+    """Create missing archives; with a name, run the process whose classes are archived."""
     spark_home.use_spark_home()
     if names == ["zookeeper"]:
         _start_zookeeper()

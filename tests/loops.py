@@ -21,17 +21,17 @@ class _VirtualClockSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.thread_count = 0  # of calls on other threads, which take real time
+        self.thread_count = 0  # the number of calls on other threads, which take real time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self.thread_count:
             return super().select(POLL_INTERVAL_S)
-        found = super().select(0)
-        if not found:
+        selected = super().select(0)
+        if not selected:
             assert timeout is not None, "no timer is planned, so the scenario would never end"
             self.now_s += timeout
         self.now_s += LOOP_TURN_S
-        return found
+        return selected
 
 
 class _VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -53,10 +53,10 @@ class _VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(scenario: Coroutine[object, object, ResultT]) -> ResultT:
-    """Run a coroutine that only waits for timers, tasks and `asyncio.to_thread`, at once.
+    """Run a coroutine without real waits for timers; it may also wait for `asyncio.to_thread`.
 
-    Time passes while everything waits, and by `LOOP_TURN_S` at each turn, also on a busy
-    machine.
+    Virtual time passes only while all tasks wait, and by `LOOP_TURN_S` at each turn. So it does not
+    depend on the load of the machine.
     """
     with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
         return runner.run(scenario)
@@ -93,13 +93,13 @@ def run_on_virtual_loop(
 
 
 async def poll_until(condition: Callable[[], object]) -> None:
-    """Poll a condition until it holds; the time limit of the scenario ends it otherwise."""
+    """Poll a condition until it holds; the time limit of the scenario applies."""
     while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
 async def pass_time(seconds: float) -> None:
-    """Let time pass in which something must happen, or must not; for a virtual loop."""
+    """Let virtual time pass, for a test of what happens, or does not happen, in this time."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + seconds
     while loop.time() < end_s:  # noqa: ASYNC110 - there is no event

@@ -51,9 +51,9 @@ def verification_texts(path: Path) -> tuple[list[str], list[str]]:
     """Return the errors and notes of a directory, each with its place."""
     findings = verify_directory(path).findings
     texts = {True: [], False: []}
-    for one in findings.kept_findings:
-        where = one.path if one.offset is None else f"{one.path} at {one.offset}"
-        texts[one.is_error].append(f"{where}: {one.what}")
+    for finding in findings.kept_findings:
+        where = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
+        texts[finding.is_error].append(f"{where}: {finding.what}")
     assert not findings.omitted_count
     return texts[True], texts[False]
 

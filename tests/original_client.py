@@ -1,8 +1,8 @@
 """A model of the client of Waltz 0.13: its bytes and its behavior (docs/design/wire-format.md 2).
 
-It encodes and decodes frames itself. It shares no code with the implementation under test, so the
-same mistake cannot be on both sides of a connection. It has the known behavior of a 0.13 client,
-including its defects:
+The model shares no code with the implementation under test, not even for encoding frames. So the
+same mistake cannot be on both sides of a connection. The model has the known behavior of a 0.13
+client, including its defects:
 
 - It has two connections to each server (stream and rpc); only the stream mounts. The two use the
   same ReqIds.
@@ -99,7 +99,7 @@ class Wire:
         self.send_bytes(FRAME.pack(CLIENT, self.version, 17 + len(body)) + bytes([kind]), req, body)
 
     def send_bytes(self, *pieces):
-        pack = [each.pack() if isinstance(each, Req) else each for each in pieces]
+        pack = [piece.pack() if isinstance(piece, Req) else piece for piece in pieces]
         self._writer.write(b"".join(pack))
 
     async def receive(self):

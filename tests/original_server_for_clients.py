@@ -1,10 +1,13 @@
 """A model of the server of Waltz 0.13, as its clients see it (docs/design/wire-format.md 2 and 4).
 
-It implements protocol L 4 with its own encoding of frames, keeps its log in memory, and behaves as
-a 0.13 server: it does not acknowledge appends, ignores requests of an outdated connection or
-generation, does not answer some requests at all, and never finds a transaction that was requested
-before its commit. Two controls replace replicas and their sessions: a test can delay commits, and
-can end a session with or without a commit of the appends in flight.
+It implements protocol L 4 with its own encoding of frames, and keeps its log in memory. It behaves
+like a 0.13 server:
+- It does not acknowledge appends.
+- It ignores requests of an outdated connection or generation, and some others.
+- It never finds a transaction that was requested before its commit.
+
+A test controls replication: it can delay commits, and can end a session with or without a commit of
+the appends in flight.
 
 It runs in a separate thread, so that clients with and without an event loop can use it. Its
 methods may be called from other threads.
@@ -98,7 +101,7 @@ class LockTable:
 
     def estimate(self, locks: Iterable[int]) -> int:
         return max(
-            (min(self.marks[slot] for slot in self.slots(each)) for each in locks), default=-1
+            (min(self.marks[slot] for slot in self.slots(lock)) for lock in locks), default=-1
         )
 
 
@@ -254,9 +257,9 @@ class OriginalServer:
                 if frame:
                     await self._take(peer, frame)
         except (Dropped, asyncio.IncompleteReadError, ConnectionError, struct.error):
-            pass  # the client has left, or has sent what no 0.13 server accepts
+            pass  # the client has disconnected, or has sent an invalid message
         except asyncio.CancelledError:
-            pass  # the server stops; a caller that has cancelled it waits for no more than its end
+            pass  # the server stops
         finally:
             peer.cut()
             self.peers.remove(peer)
@@ -279,10 +282,10 @@ class OriginalServer:
         peer.version = max(common)
 
     async def _frame(self, reader: asyncio.StreamReader, magic: int, version: int) -> bytes:
-        found = HELLO.unpack(await reader.readexactly(HELLO.size))
-        if found[:2] != (magic, version):
+        unpacked = HELLO.unpack(await reader.readexactly(HELLO.size))
+        if unpacked[:2] != (magic, version):
             raise Dropped
-        return await reader.readexactly(found[2])
+        return await reader.readexactly(unpacked[2])
 
     async def _take(self, peer: Peer, frame: bytes) -> None:
         payload = Payload(frame)
@@ -411,7 +414,7 @@ class OriginalServer:
         _, partition = self._find(req_id)
         rest = struct.pack(">q", number)
         if partition is not None and number > partition.log.mark:
-            partition.poisoned.add(number)  # later requests do not find it either
+            partition.poisoned.add(number)  # later requests do not find this ID either
         if partition is None:
             text = b"partition not ready"
         elif number in partition.poisoned:
@@ -436,7 +439,9 @@ class OriginalServer:
         peer.send(16, req_id, struct.pack(f">{len(owned) + 1}i", len(owned), *owned))
 
     async def _health(self, peer: Peer, req_id: bytes, _payload: Payload) -> None:
-        entries = b"".join(struct.pack(">i?", each, True) for each in sorted(self.partitions))
+        entries = b"".join(
+            struct.pack(">i?", partition, True) for partition in sorted(self.partitions)
+        )
         peer.send(22, req_id, struct.pack(">i", len(self.partitions)) + entries)
 
 
@@ -486,8 +491,8 @@ class OriginalCluster:
             self._assign(number, number % len(self.servers), 1)
 
     async def _stop(self) -> None:
-        # From a connection in the backlog to the first step of `_serve`, which closes it, asyncio
-        # takes some steps of the loop; it leaves the socket open if the server is closed before.
+        # `_serve` closes the socket of each connection. asyncio needs some steps of the loop until
+        # `_serve` runs. If the server is closed before, the socket stays open.
         for _ in range(ACCEPT_STEPS):
             await asyncio.sleep(0)
         for server in self.servers:
@@ -531,7 +536,8 @@ class OriginalCluster:
             if is_notified:
                 self.servers[before].release_ownership(number)
             else:
-                # Fenced: it commits nothing any more, and does not see later commits of others.
+                # The previous owner is fenced: it can commit no appends, and does not see commits
+                # of other owners.
                 old.log = Log(list(old.log.records))
                 old.may_commit.clear()
             self.logs[number].records += reached

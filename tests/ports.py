@@ -8,8 +8,8 @@ from typing import Final
 
 from waltz_core.local import ports
 
-# Workers of one run share the machine's ports, and a port is free while its daemon is down. So all
-# workers draw ports below the range that commands use by default.
+# While a daemon is down, its port is free, and another worker or a command could take it. So each
+# worker has its own ports, below the range that commands use by default.
 _LOWEST_PORT: Final = 5_000
 _WORKER_NUMBER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKER_COUNT: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -47,8 +47,8 @@ async def stop_listening(server: asyncio.Server) -> None:
     server closes between them (python/cpython#109564).
     """
     loop = asyncio.get_running_loop()
-    for each in server.sockets:
-        loop.remove_reader(each.fileno())
+    for listener in server.sockets:
+        loop.remove_reader(listener.fileno())
     for _ in range(3):  # the task that accepts, `connection_made`, the end of that task
         await asyncio.sleep(0)
     server.close()

@@ -32,16 +32,16 @@ SERVER_SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
 
 def find_programs() -> Path | None:
     """Return the folder of the newest PostgreSQL programs; None if there is none."""
-    found = [path for path in PACKAGES_DIRECTORY.glob("*/bin") if (path / "initdb").exists()]
-    found.sort(key=lambda path: float(path.parent.name))
+    paths = [path for path in PACKAGES_DIRECTORY.glob("*/bin") if (path / "initdb").exists()]
+    paths.sort(key=lambda path: float(path.parent.name))
     on_path = shutil.which("initdb")
     if on_path is not None and shutil.which("postgres") is not None:
-        found.append(Path(on_path).resolve().parent)
-    return found[-1] if found else None
+        paths.append(Path(on_path).resolve().parent)
+    return paths[-1] if paths else None
 
 
 def find_server_user() -> pwd.struct_passwd | None:
-    """Return the user that runs the server: the current one, or another one if that is root."""
+    """Return the user that runs the server: the current user, or another user in place of root."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid())
     for name in SERVER_USERS:
@@ -83,7 +83,7 @@ class PostgresServer:
         log = self.directory / "log"
         command = [str(self._programs / "postgres"), "-D", str(self.directory / "data")]
         command += ["-k", str(self.directory), "-c", "listen_addresses="]
-        command += [part for each in SERVER_SETTINGS for part in ("-c", each)]
+        command += [part for server_setting in SERVER_SETTINGS for part in ("-c", server_setting)]
         with log.open("ab") as output:
             server = subprocess.Popen(
                 command,

@@ -57,7 +57,8 @@ def firing_alerts(
 ) -> list[FiringAlert]:
     """Return the alerts that fire when a fault has lasted for some minutes.
 
-    promtool prints the alerts that it has not expected: here, all of them.
+    promtool prints alerts that differ from the expected ones. The test expects none, so it prints
+    all.
     """
     test = {
         "interval": f"{INTERVAL_MIN}m",
@@ -100,7 +101,7 @@ def _series_values(series: FaultSeries, before_min: int, during_min: int) -> str
 def _linear_values(line: LinearValues | None, count: int) -> str:
     if line is None:
         return f"_x{count + 1}"
-    # promtool takes no exponents.
+    # promtool does not accept exponents.
     return f"{line.start:.6f}{line.growth * INTERVAL_MIN:+.6f}x{count}"
 
 

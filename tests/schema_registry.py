@@ -152,7 +152,7 @@ class RegistryHandler(BaseHTTPRequestHandler):
             self.send_header("Location", "http://127.0.0.1:1/")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        with contextlib.suppress(OSError):  # the client has enough
+        with contextlib.suppress(OSError):  # the client has closed the connection
             self.wfile.write(body)
 
     def drip(self) -> None:

@@ -13,7 +13,7 @@ CANNOT_MOUNT_REASON = "only root on Linux can mount a small disk"
 
 
 def can_mount() -> bool:
-    """Whether it is possible to try."""
+    """Whether this process may mount a file system."""
     return os.geteuid() == 0 and sys.platform.startswith("linux")
 
 
@@ -34,7 +34,7 @@ class SmallDisk:
         return self.directory / "filler"
 
     def fill(self) -> None:
-        """Leave no byte."""
+        """Write a file until no byte is free."""
         with self.filler_path.open("ab", buffering=0) as file:
             for size in (1 << 20, 4096, 1):
                 with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ class SmallDisk:
         (self.directory / "more").unlink(missing_ok=True)
 
     def free(self) -> None:
-        """Give it back."""
+        """Remove the file that `fill` has written."""
         self.filler_path.unlink(missing_ok=True)
 
     def unmount(self) -> None:

@@ -53,9 +53,9 @@ def make_batches(first, counts, session, chain, rng, *, bytes_max=200):
 class ModeledLog:
     """A disk, a log on it, and the expected content of the log.
 
-    `records` and `entries` are all that was written in the current history; `acked` is the last ID
-    that the log has reported as durable, `floor` the session that it has promised, `confirmed` the
-    mark that it has confirmed. `cut_to` is a truncation without an answer.
+    `records` and `entries` contain all that was written in the current history. The log has
+    reported all IDs up to `acked` as durable, has promised the session `floor`, and has confirmed
+    the mark `confirmed`. `cut_to` is the target of a truncation without an answer.
     """
 
     rng: Random
@@ -104,7 +104,7 @@ class ModeledLog:
     def chain_at(self, last):
         if last == BEFORE_FIRST:
             return GENESIS_CHAIN
-        return next((one.chain for one in self.entries if one.last == last), None)
+        return next((entry.chain for entry in self.entries if entry.last == last), None)
 
     def cut_model(self, last):
         """Truncate the model; a truncated batch gets a new chain."""
@@ -122,7 +122,7 @@ class ModeledLog:
         """Check that the log has all acknowledged records, and no record that was not written."""
         log = self.log
         if self.cut_to is not None and log.max_id <= self.cut_to < self.max_id:
-            # A truncation counts completely as soon as any part of it is visible.
+            # If a part of a truncation is visible, the model assumes the complete truncation.
             self.cut_model(self.cut_to)
             self.acked = self.max_id
         assert self.acked <= log.max_id <= self.max_id, (self.acked, log.max_id, self.max_id)
@@ -147,14 +147,14 @@ class ModeledLog:
         chain, entries = log.lineage(0, self.max_id)
         assert chain == GENESIS_CHAIN
         assert list(entries) == self.entries
-        at = 0
-        while at <= self.max_id:
+        offset = 0
+        while offset <= self.max_id:
             read = log.read_range(
-                at, self.max_id, self.rng.choice((1, 500, 100_000)), whole_batches=False
+                offset, self.max_id, self.rng.choice((1, 500, 100_000)), whole_batches=False
             )
             count = read.lengths.size
-            assert read.records == b"".join(self.records[at : at + count])
-            at += count
+            assert read.records == b"".join(self.records[offset : offset + count])
+            offset += count
 
     # ---- actions
 
@@ -196,7 +196,7 @@ class ModeledLog:
         self.entries += entries
         run = b"".join(records)
         lengths = raw_records.lengths_from_wire(
-            b"".join(len(one).to_bytes(4, "big") for one in records), len(run)
+            b"".join(len(record).to_bytes(4, "big") for record in records), len(run)
         )
         self.log.append(self.session, first, lengths, memoryview(run), chain, entries)
         self.confirmed = max(self.confirmed, self.log.confirmed_low_water_mark)
@@ -209,7 +209,9 @@ class ModeledLog:
         self.sync()
         low = max(self.log.confirmed_low_water_mark, self.max_id - 30)
         last = self.rng.randint(low, self.max_id)
-        base = max((one.last for one in self.entries if one.last <= last), default=BEFORE_FIRST)
+        base = max(
+            (entry.last for entry in self.entries if entry.last <= last), default=BEFORE_FIRST
+        )
         self.cut_to = last
         found = self.log.truncate(self.session, last, base, self.chain_at(base))
         self.cut_model(last)
@@ -239,7 +241,7 @@ class ModeledLog:
         self.check_after_crash()
         self.prepare()
 
-    # ---- going on
+    # ---- after a failure
 
     def check_new_session(self):
         """Check that a new session accepts appends, in every state."""

@@ -33,7 +33,7 @@ def encode_records(first, count, data=b"data"):
 
 
 class OwnerSession:
-    """One session of one partition: creates requests in order and knows the chain."""
+    """One session of one partition: creates requests in order, and computes the chain."""
 
     def __init__(self, session_id, partition_id=0, nonce=NONCE):
         self.session_id = session_id

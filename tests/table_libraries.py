@@ -22,7 +22,7 @@ class TableLibrary(NamedTuple):
     name: str
     modules: Mapping[str, str]
     file_prefix: str  # of its files
-    excluded_groups: Sequence[str]  # what it depends on, and Spark has
+    excluded_groups: Sequence[str]  # dependencies that Spark already has
     extension: str
     settings: Mapping[str, str]
 
@@ -52,7 +52,7 @@ class TableLibrary(NamedTuple):
         line += ["--conf", f"spark.jars.ivy={self._directory}"]
         if self.excluded_groups:
             line += ["--exclude-packages", ",".join(f"{group}:*" for group in self.excluded_groups)]
-        # A program of Spark's that ends at once.
+        # A program of Spark that ends at once.
         line += ["--class", "org.apache.spark.examples.DeltaHasNone", "spark-internal"]
         result = subprocess.run(line, capture_output=True, text=True, check=False)
         if list(self._directory.glob(f"jars/{self.file_prefix}*.jar")):
@@ -101,14 +101,14 @@ LIBRARIES: Final = (DELTA, ICEBERG)
 
 def spark_settings() -> dict[str, str]:
     """Return the settings of a Spark session with the available libraries."""
-    found = [library for library in LIBRARIES if library.jars()]
-    if not found:
+    libraries = [library for library in LIBRARIES if library.jars()]
+    if not libraries:
         return {}
     merged = {
-        "spark.jars": ",".join(str(jar) for library in found for jar in library.jars()),
-        "spark.sql.extensions": ",".join(library.extension for library in found),
+        "spark.jars": ",".join(str(jar) for library in libraries for jar in library.jars()),
+        "spark.sql.extensions": ",".join(library.extension for library in libraries),
     }
-    for library in found:
+    for library in libraries:
         merged |= library.settings
     return merged
 

@@ -4,9 +4,9 @@ import os
 
 from waltz_core.config import ClientConfig
 
-# After this a condition counts as one that never comes, and a process as one that hangs.
+# After this time, a test assumes that a condition will never hold, or that a process hangs.
 TEST_TIMEOUT_S = 600
-# A client whose requests, and whose start, have this time.
+# A client with this time limit for its requests and its start.
 PATIENT_CLIENT = ClientConfig(
     request_timeout_ms=1000 * TEST_TIMEOUT_S,
     zookeeper_connect_timeout_ms=1000 * TEST_TIMEOUT_S,

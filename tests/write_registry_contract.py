@@ -24,7 +24,7 @@ async def open_coordinator(world: ZooKeeperUnderTest, root: str) -> Any:
 
 
 async def _wrap_coordinator(world: ZooKeeperUnderTest, coordinator: Coordinator) -> Any:
-    """Return the coordinator, or the replacement that another kind of world uses."""
+    """Return the coordinator, or the replacement for it in this kind of world."""
     replaced = getattr(world, "replaced", None)
     return coordinator if replaced is None else await replaced(coordinator)
 

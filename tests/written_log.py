@@ -1,4 +1,4 @@
-"""A log of changes of rows, and what a table that follows it must contain."""
+"""A log of changes of rows, and the expected content of a table that follows it."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from waltz_core.local import running_cluster
 from waltz_core.tables.table_marks import decode_marks
 
 PARTITION_COUNT = 2
-TRANSACTION_COUNT = 120  # of an `append`
+TRANSACTION_COUNT = 120  # the transactions of one `append`
 KEY_COUNT = 12
 DELETE_HEADER = 9
 OTHER_HEADER = 5
 COLUMNS = ("id:int64", "op:string", "value:int64")
-TableRows = dict[int, tuple[Any, int, int]]  # of an ID: value, partition, transaction
-# From a transaction to its changes: an ID, and a value or None.
+TableRows = dict[int, tuple[Any, int, int]]  # ID -> value, partition, transaction
+# Returns the changes of a transaction: for each ID, a value or None.
 ChangesFunction = Callable[[int, dict], list[tuple[int, int | None]]]
 
 
@@ -65,7 +65,7 @@ class WrittenLog(NamedTuple):
     def command(self, table: Path | str, *more: str, columns: Sequence[str] = COLUMNS) -> list[str]:
         return [
             *["follow", str(table), "--connect", self.connect, "--key", "id"],
-            *[word for each in columns for word in ("--column", each)],
+            *[word for column in columns for word in ("--column", column)],
             *["--header", "1", "--header", str(DELETE_HEADER)],
             *["--delete-header", str(DELETE_HEADER), "--delete-where", "op = 'D'"],
             *["--batch-transactions", "25", "--interval-s", "0.05", *more],
@@ -85,14 +85,14 @@ def running_log(place: Path) -> Iterator[WrittenLog]:
     """Run a local cluster in a directory, and append the first transactions."""
     options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITION_COUNT}
     with running_cluster(place, **options) as cluster:
-        found = WrittenLog(cluster.connect, [[] for _ in range(PARTITION_COUNT)])
+        written = WrittenLog(cluster.connect, [[] for _ in range(PARTITION_COUNT)])
         with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
-            found.append(client, 1)
-        yield found
+            written.append(client, 1)
+        yield written
 
 
 def end_marks(written: WrittenLog) -> dict[int, int]:
-    return {each: len(log) - 1 for each, log in enumerate(written.log)}
+    return {number: len(log) - 1 for number, log in enumerate(written.log)}
 
 
 def read_table(table: Path | str, version: int | None = None) -> TableRows:
@@ -107,7 +107,7 @@ def read_table(table: Path | str, version: int | None = None) -> TableRows:
 def _without_nulls(value: object) -> object:
     """Return the value of a column without the fields that its payload lacks."""
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return value
@@ -115,15 +115,17 @@ def _without_nulls(value: object) -> object:
 
 def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
     commits = DeltaTable(table).history()
-    return {each["version"]: dict(decode_marks(each["userMetadata"]).marks) for each in commits}
+    return {
+        commit["version"]: dict(decode_marks(commit["userMetadata"]).marks) for commit in commits
+    }
 
 
 def check_versions(
     written: WrittenLog, table: Path | str, changes: ChangesFunction | None = None
 ) -> None:
-    """Each version has the rows of its marks, and marks never decrease."""
+    """Check that each version has the rows up to its marks, and that marks never decrease."""
     before = dict.fromkeys(range(PARTITION_COUNT), -1)
     for version, marks in sorted(marks_by_version(table).items()):
         assert read_table(table, version) == written.replayed(marks, changes)
-        assert all(mark >= before.get(each, -1) for each, mark in marks.items())
+        assert all(mark >= before.get(partition, -1) for partition, mark in marks.items())
         before = marks

@@ -71,7 +71,7 @@ def _row(transaction_id: int, payload_bytes: int) -> bytes:
 
 def archive(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append more data than the storages keep locally, and read it back in three ways."""
-    del meter  # it measures an existing cluster, and this workload creates its own
+    del meter  # a meter needs an existing cluster, and this workload creates one
     directory = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
     url = f"file://{directory}/archive"
     local_bytes = min(LOCAL_BYTES, (load.mib or MIB_DEFAULT) * MIB // 8)
@@ -150,7 +150,7 @@ class _ArchiveRun:
                 rates.append((added_count / with_s, plain_added / without_s))
         ratios = [archive_rate / plain_rate for archive_rate, plain_rate in rates]
         self._figures["of_without"] = round(statistics.median(ratios), 3)
-        self._figures["of_without_each"] = [round(each, 3) for each in ratios]
+        self._figures["of_without_each"] = [round(ratio, 3) for ratio in ratios]
         print_error(f"rate of appends with archiving / without: {self._figures['of_without']}")
 
     async def fill(self) -> None:
@@ -167,7 +167,7 @@ class _ArchiveRun:
         self._stop_watching.set()
         self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
         archive_bytes = sum(
-            each.stat().st_size for each in (self._directory / "archive").rglob("*.parquet")
+            path.stat().st_size for path in (self._directory / "archive").rglob("*.parquet")
         )
         self._figures["archive_mib"] = round(archive_bytes / MIB)
 
@@ -181,7 +181,7 @@ class _ArchiveRun:
         none: list[list[int]] = [[] for _ in range(count)]
         next_row = first
         while time.perf_counter() - start_s < seconds:
-            rows = [_row(next_row + each, self._load.payload_bytes) for each in range(count)]
+            rows = [_row(next_row + number, self._load.payload_bytes) for number in range(count)]
             payload = encode_append(
                 [0] * count, rows, write_locks=none, read_locks=none, append_locks=none
             )
@@ -191,8 +191,8 @@ class _ArchiveRun:
                 await client.append_batch(PARTITION, payload, count, client_high_water_mark=-1)
             )
             next_row += count
-        for each in waiting:
-            await each
+        for waiter in waiting:
+            await waiter
         return next_row - first, time.perf_counter() - start_s
 
     async def _wait_until_archived(self, client: AsyncWaltzClient) -> None:
@@ -211,7 +211,7 @@ class _ArchiveRun:
 
     def _sizes(self) -> list[int]:
         return [
-            _size_of(each) for each in self._cluster.directory.glob("storage-*") if each.is_dir()
+            _size_of(path) for path in self._cluster.directory.glob("storage-*") if path.is_dir()
         ]
 
     # ---- reads
@@ -335,9 +335,9 @@ def _time_read(df: DataFrame) -> float:
 
 def _size_of(directory: Path) -> int:
     size_bytes = 0
-    for each in directory.rglob("*"):
+    for path in directory.rglob("*"):
         try:
-            size_bytes += each.stat().st_blocks * 512
+            size_bytes += path.stat().st_blocks * 512
         except FileNotFoundError:
             continue
     return size_bytes

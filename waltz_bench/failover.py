@@ -1,15 +1,15 @@
 """The workloads `failover-*`, `rolling-restart` and `zookeeper-loss`: the longest gap in answers.
 
-They stop and start daemons of a local cluster under load, measure the longest time without an
-answer, and check that no row is lost or duplicated.
+They stop and start daemons of a local cluster under load, and measure the longest time without an
+answer. They also check that no row is lost or duplicated.
 
 Rules:
     1. Every partition has its own writer, which sends a few rows at a time, with a short pause
        after them. The gap of a step is the longest time between two acknowledgements in any
        partition, from the start of the step until all partitions have continued.
     2. If a row is reported as not in the log, it is sent again, as a user would do. If the log
-       contains the row nevertheless, it is found as a duplicate. Rows are identified by their
-       content.
+       contains the row nevertheless, the check of the log reports a duplicate. Rows are identified
+       by their content.
     3. Each step begins with a complete cluster: all servers are registered and, if storages are
        restarted, all replicas are engaged.
 """
@@ -161,7 +161,7 @@ class _FailoverRun:
         """Return the name of the member, such as server-1, that owns a partition."""
         view = await self._coordinator.read_servers()
         port = view.servers[view.owners[PartitionId(partition)].server_id].port
-        return next(each.name for each in self.cluster.members if each.port == port)
+        return next(member.name for member in self.cluster.members if member.port == port)
 
     async def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a member; if the signal terminates the process, wait for its exit."""
@@ -194,19 +194,21 @@ class _FailoverRun:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _is_complete(self) -> bool:
-        ports = {each.port for each in self.cluster.members if each.kind == "server"}
+        ports = {member.port for member in self.cluster.members if member.kind == "server"}
         view = await self._coordinator.read_servers()
         owners = {owner.server_id for owner in view.owners.values()}
         owner_count_min = min(len(ports), len(self.writers))
-        if {each.port for each in view.servers.values()} != ports or len(owners) < owner_count_min:
+        if {server.port for server in view.servers.values()} != ports or len(
+            owners
+        ) < owner_count_min:
             return False
-        storages = sum(each.kind == "storage" for each in self.cluster.members)
+        storages = sum(member.kind == "storage" for member in self.cluster.members)
         for writer in self.writers:
             metadata = (
                 await self._coordinator.read_partition(PartitionId(writer.partition))
             ).metadata
             states = metadata.states.values() if metadata else ()
-            if sum(each.closing_high_water_mark == UNRESOLVED for each in states) < storages:
+            if sum(state.closing_high_water_mark == UNRESOLVED for state in states) < storages:
                 return False
         return view.is_settled
 
@@ -260,7 +262,7 @@ async def _resume(run: _FailoverRun, name: str) -> None:
 
 async def _restart_all(run: _FailoverRun) -> None:
     """Restart all servers and all storages, one at a time."""
-    names = [each.name for each in run.cluster.members if each.kind in ("server", "storage")]
+    names = [member.name for member in run.cluster.members if member.kind in ("server", "storage")]
     for name in sorted(names):
         kind = name.split("-")[0]
         await run.step(f"{kind}-term", lambda name=name: run.signal(name, signal.SIGTERM))  # type: ignore[misc]
@@ -270,7 +272,7 @@ async def _restart_all(run: _FailoverRun) -> None:
 async def _stop_zookeeper(run: _FailoverRun) -> None:
     """Kill ZooKeeper, and start it again after `OUTAGE_S`; count the partitions that moved."""
     before = await run.owners()
-    names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
+    names = [member.name for member in run.cluster.members if member.kind == "zookeeper"]
 
     async def stop_zookeeper() -> None:
         for name in names:

@@ -59,7 +59,7 @@ class _PhaseTimes:
         figures_by_name: dict[str, object] = {}
         for share in SHARES:
             calm, flooded = (
-                [percentile_ms(each, share / 100) or 0.0 for each in phases]
+                [percentile_ms(phase, share / 100) or 0.0 for phase in phases]
                 for phases in (self.calm_s, self.flooded_s)
             )
             ratios = [
@@ -70,14 +70,14 @@ class _PhaseTimes:
             figures_by_name[f"calm_p{share}_ms"] = round(statistics.median(calm), 3)
             figures_by_name[f"flooded_p{share}_ms"] = round(statistics.median(flooded), 3)
             figures_by_name[f"p{share}_ratio"] = round(statistics.median(ratios), 2)
-            figures_by_name[f"p{share}_ratios"] = [round(each, 2) for each in ratios]
+            figures_by_name[f"p{share}_ratios"] = [round(ratio, 2) for ratio in ratios]
         figures_by_name["got_per_s"] = round(statistics.median(self.got_per_s))
         meters = (("calm", self.calm_meter), ("flooded", self.flooded_meter))
         for name, meter in meters:
             cpu_s = meter.cpu_seconds_by_role() or {}
             cores = {role: s / phase_s / len(self.calm_s) for role, s in cpu_s.items()}
             figures_by_name[f"{name}_cores"] = {
-                role: round(each, 2) for role, each in cores.items()
+                role: round(core, 2) for role, core in cores.items()
             }
         return figures_by_name
 
@@ -98,7 +98,7 @@ async def _flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
         tenants = {
             kind: await stack.enter_async_context(_run_greedy_tenant(kind, load)) for kind in KINDS
         }
-        for kind, phases in [each for _ in range(ROUNDS) for each in phases_by_kind.items()]:
+        for kind, phases in [item for _ in range(ROUNDS) for item in phases_by_kind.items()]:
             await _append_singles(client, load, START_S, Meter(None))
             phases.calm_s.append(await _append_singles(client, load, phase_s, phases.calm_meter))
             tenants[kind].command("go")

@@ -1,9 +1,10 @@
 """The workload `gateway`: appends over HTTP through a gateway, compared with the Python client.
 
-`CONNECTIONS` connections have one append in flight each: first through a gateway without and with
-idempotency keys, then as many writers with the Python client. The gateway is a separate process;
-the HTTP client is in this process, like the Python client. The CPU time of the gateway, for each
-transaction, is compared with that of this process while it uses the Python client.
+The workload has three phases: through a gateway without idempotency keys, through a gateway with
+these keys, and with the Python client. In each phase, `CONNECTIONS` appends are in flight. The
+gateway is a separate process; the HTTP client is in this process, like the Python client. The CPU
+time of the gateway is compared with the CPU time of this process in the phase with the Python
+client, both per transaction.
 """
 
 import asyncio

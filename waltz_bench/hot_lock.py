@@ -95,10 +95,10 @@ class _Increment(TransactionContext):
             predecessors = builder.predecessors(self.view.mark)
         self._is_behind = True
         value, writer = self.view.value, self.view.writer
-        for each in predecessors:
-            count = _counter_value(each.data, self._run)
+        for predecessor in predecessors:
+            count = _counter_value(predecessor.data, self._run)
             if count is not None:
-                value, writer = count, each.transaction_id
+                value, writer = count, predecessor.transaction_id
         self.value = value + 1
         builder.data = _COUNT.pack(self._run, self.value, writer) + self._padding
         builder.set_write_locks([lock("hot", self._run)])

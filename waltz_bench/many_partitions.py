@@ -47,7 +47,7 @@ _PAYLOAD = encode_append(
 
 def many_partitions(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Create a cluster with many partitions; measure its start, idle load, failover and restart."""
-    del meter  # it measures an existing cluster, and this workload creates its own
+    del meter  # a meter needs an existing cluster, and this workload creates one
     return uvloop.run(_many_partitions(load))
 
 
@@ -107,7 +107,7 @@ class _ManyPartitionsRun:
 
         Returns the time in seconds.
         """
-        names = [each.name for each in self.cluster.members if each.kind != "zookeeper"]
+        names = [member.name for member in self.cluster.members if member.kind != "zookeeper"]
         for name in names:
             self.cluster.kill(name)
         print_error(f"{event}: {self.cluster.partition_count} partitions")
@@ -135,7 +135,9 @@ class _ManyPartitionsRun:
             name: cpu_s / elapsed_s
             for name, cpu_s in _difference(self._cpu_seconds(), before).items()
         }
-        self.figures["idle_cpu_share"] = {name: _round(each) for name, each in cpu_shares.items()}
+        self.figures["idle_cpu_share"] = {
+            name: _round(cpu_share) for name, cpu_share in cpu_shares.items()
+        }
         processes = self.cluster.processes()
         self.figures["memory_mib"] = {
             name: process.memory_info().rss // MIB for name, process in processes.items()
@@ -184,12 +186,12 @@ class _ManyPartitionsRun:
 
     async def _wait_until_owned(self) -> None:
         """Wait until all servers are registered and own all partitions."""
-        ports = {each.port for each in self.cluster.members if each.kind == "server"}
+        ports = {member.port for member in self.cluster.members if member.kind == "server"}
         until = time.perf_counter() + START_S_MAX
         async with open_session(self.cluster.connect) as coordinator:
             while time.perf_counter() < until:
                 view = await coordinator.read_servers()
-                if view.is_settled and {each.port for each in view.servers.values()} == ports:
+                if view.is_settled and {server.port for server in view.servers.values()} == ports:
                     return
                 await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"not all servers owned partitions within {START_S_MAX:.0f} s")
@@ -228,7 +230,7 @@ class _ManyPartitionsRun:
         cpu_times = {
             name: process.cpu_times() for name, process in self.cluster.processes().items()
         }
-        return {name: each.user + each.system for name, each in cpu_times.items()}
+        return {name: cpu_time.user + cpu_time.system for name, cpu_time in cpu_times.items()}
 
 
 def _difference(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:

@@ -6,8 +6,8 @@ about locks that were written before.
 Rules:
     1. Rows check locks that were never written, with high-water marks of different lags. So all
        rejections are false. Even locks are written, and odd locks are checked.
-    2. Before each measurement, the workload writes as many transactions as the longest lag, each
-       with a different lock. So the log is the same for the three measurements.
+    2. Before each measurement, the workload writes transactions with different locks; their number
+       is the longest lag. So the three measurements begin with the same kind of log.
     3. `after` is measured from the first answer of the new owner on. `without_file` is measured in
        the same way, after the storages' lock files were emptied: the new owner knows only its
        high-water mark.
@@ -73,7 +73,7 @@ class _RejectionRun:
             return {str(lag): await self._rate(mark - lag) for lag in LAGS}
         owner = await self._owner()
         await asyncio.to_thread(self._cluster.kill, owner)
-        if not with_file:  # Not earlier: a lagging replica would still receive blocks of locks.
+        if not with_file:  # If done earlier, a lagging replica could still receive lock blocks.
             self._empty_lock_files()
         rates_by_lag = {str(lag): await self._rate(mark - lag) for lag in LAGS}
         await asyncio.to_thread(self._cluster.start, owner)
@@ -121,15 +121,15 @@ class _RejectionRun:
     async def _owner(self) -> str:
         view = await self._coordinator.read_servers()
         port = view.servers[view.owners[PartitionId(PARTITION)].server_id].port
-        return next(each.name for each in self._cluster.members if each.port == port)
+        return next(member.name for member in self._cluster.members if member.port == port)
 
     async def wait_until_complete(self) -> None:
         """Wait until all servers are registered and own their partitions."""
-        ports = {each.port for each in self._cluster.members if each.kind == "server"}
+        ports = {member.port for member in self._cluster.members if member.kind == "server"}
         until = time.perf_counter() + WAIT_S_MAX
         while time.perf_counter() < until:
             view = await self._coordinator.read_servers()
-            if {each.port for each in view.servers.values()} == ports and view.is_settled:
+            if {server.port for server in view.servers.values()} == ports and view.is_settled:
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(
@@ -137,7 +137,7 @@ class _RejectionRun:
         )
 
     def _empty_lock_files(self) -> None:
-        storages = [each.name for each in self._cluster.members if each.kind == "storage"]
+        storages = [member.name for member in self._cluster.members if member.kind == "storage"]
         lock_files: list[Path] = []
         for name in storages:
             lock_files += (self._cluster.directory / name / str(PARTITION)).glob("waltz-x.lck*")

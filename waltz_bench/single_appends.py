@@ -254,7 +254,7 @@ async def check_ids(
     for partition, ids in acknowledged.items():
         duplicated += len(ids) - len(set(ids))
         last = await client.high_water_mark(partition)
-        lost += sum(1 for each in ids if not starts[partition] < each <= last)
+        lost += sum(1 for transaction_id in ids if not starts[partition] < transaction_id <= last)
         first = max(starts[partition], BEFORE_FIRST) + 1
         chunks = client.read_range(partition, first, last, form=RangeForm.HEADERS)
         requests = [
@@ -297,7 +297,7 @@ async def _producers(load: BenchLoad, meter: Meter) -> WorkloadResult:
         elapsed_s = time.perf_counter() - start_s
         meter.stop()
         wrong_counts = await check_ids(client, starts, acknowledged.ids)
-    rows = [each for ids in acknowledged.ids.values() for each in ids]
+    rows = [transaction_id for ids in acknowledged.ids.values() for transaction_id in ids]
     extra: dict[str, object] = {"rejected": acknowledged.rejected}
     return workload_result(
         load,

@@ -238,8 +238,8 @@ def _create_batches(schema: StructType, count: int, payload_bytes: int) -> list[
     rng = np.random.default_rng(0)
     rows = [[rng.bytes(payload_bytes) for _ in range(count)] for _ in range(BATCH_COUNT)]
     return [
-        pa.RecordBatch.from_arrays([*other_columns, pa.array(each, pa.binary())], schema=arrow)
-        for each in rows
+        pa.RecordBatch.from_arrays([*other_columns, pa.array(row, pa.binary())], schema=arrow)
+        for row in rows
     ]
 
 

@@ -3,11 +3,13 @@
 It needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. The same log is applied three times, each time to new tables: by `Callbacks` with a
-       dictionary, by `SqlCallbacks.apply` with one statement for each transaction, and by
-       `apply_batch` with one statement for all accounts that the batch changes. This statement has
-       one row for each account, or arrays on PostgreSQL. The rate of the workload is that of
-       `apply_batch`; the other two rates are in `extra`.
+    1. The same log is applied three times, each time to new tables:
+       - by `Callbacks`, to a dictionary,
+       - by `SqlCallbacks.apply`, with one statement for each transaction,
+       - by `apply_batch`, with one statement for all accounts that the batch changes. This
+         statement has one row for each account, or arrays on PostgreSQL.
+
+       The rate of the workload is that of `apply_batch`; the other two rates are in `extra`.
     2. All three unpack each payload. The resulting balances are compared with the appended rows.
     3. An account belongs to one partition, as if a lock protected it.
 """
@@ -147,8 +149,8 @@ def _append_rows(client: WaltzClient, load: BenchLoad) -> Counter[int]:
         if len(waiting) >= load.in_flight * client.partition_count:
             waiting.popleft().result()
         waiting.append(client.append_batch(partition, payload, count, client_high_water_mark=-1))
-    for each in waiting:
-        each.result()
+    for waiter in waiting:
+        waiter.result()
     return balances
 
 

@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    what = command.add_mutually_exclusive_group()
-    what.add_argument(
+    runs = command.add_mutually_exclusive_group()
+    runs.add_argument(
         "--seeds", type=int, metavar="N", help=f"run this number of seeds [default: {SEEDS}]"
     )
-    what.add_argument("--seed", type=int, metavar="S", help="run only this seed")
-    what.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule from a file")
+    runs.add_argument("--seed", type=int, metavar="S", help="run only this seed")
+    runs.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule from a file")
     command.add_argument("--first", type=int, metavar="F", help="the first seed [default: 0]")
     command.add_argument(
         "--minutes",

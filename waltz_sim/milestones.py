@@ -126,11 +126,11 @@ class MilestoneRecorder(Checks):
             actions.append((verb, first, last))
         self.on_milestone(f"{verb} {name}")
 
-    def _is_new(self, what: object) -> bool:
+    def _is_new(self, key: object) -> bool:
         """Return whether a line is new in this session and this step; remember it (rule 5)."""
-        if what in self._added_once:
+        if key in self._added_once:
             return False
-        self._added_once[what] = None
+        self._added_once[key] = None
         self.last_added_us = self.world.now_us
         return True
 
@@ -158,19 +158,19 @@ class MilestoneRecorder(Checks):
 
     def _add_outcomes(self) -> None:
         outcomes, self._outcomes = self._outcomes, {}
-        for what, ids in sorted(outcomes.items()):
-            if what == "in the log":
+        for outcome, ids in sorted(outcomes.items()):
+            if outcome == "in the log":
                 spans = _group_ids(sorted(ids))
                 self.lines.append(
-                    f"reported: {', '.join(self.format_ids(*ids) for ids in spans)} {what}"
+                    f"reported: {', '.join(self.format_ids(*ids) for ids in spans)} {outcome}"
                 )
             else:
-                self.lines.append(f"reported: {len(ids)} {what}")
+                self.lines.append(f"reported: {len(ids)} {outcome}")
 
     def add_written(self, *, is_complete: bool) -> None:
         """Record the outcomes of continuous writes in one line."""
         outcomes, self._outcomes = self._outcomes, {}
-        bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
+        bad = sorted(outcome for outcome in outcomes if outcome not in {"in the log", "LOST"})
         if bad or not is_complete:
             self.add_milestone(f"reported: {', '.join(bad) or 'nothing'} for some rows")
         else:
@@ -261,8 +261,8 @@ class MilestoneRecorder(Checks):
             case "session.claimed":
                 self._added_once.clear()
                 origin = str(fields["origin"])
-                of_what = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
-                self.add_milestone(f"{name} claims session {fields['session']}{of_what}")
+                how_claimed = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
+                self.add_milestone(f"{name} claims session {fields['session']}{how_claimed}")
             case "recovery.decided":
                 mark = fields["mark"]
                 assert isinstance(mark, int)
@@ -330,17 +330,17 @@ class MilestoneRecorder(Checks):
         outcome = effect.outcome
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
         for number, reason in zip(ids, reasons, strict=True):
-            what = _outcome_text(reason)
-            self._outcomes.setdefault(what, []).append(number)
+            outcome_text = _outcome_text(reason)
+            self._outcomes.setdefault(outcome_text, []).append(number)
 
     def on_submission_rejected(
         self, client: "SimClient", effect: client_events.SubmissionRejected
     ) -> None:
         """Record the rows of a rejected submission as unknown or not sent."""
         super().on_submission_rejected(client, effect)
-        what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
+        outcome_text = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
         count = len(self.cluster.workload.operations_of(effect.token))
-        self._outcomes.setdefault(what, []).extend([-1] * count)
+        self._outcomes.setdefault(outcome_text, []).extend([-1] * count)
 
 
 def _outcome_text(reason: int) -> str:

@@ -49,8 +49,8 @@ def format_report(
         parts.append("## Did not occur\n\n" + "".join(f"- {name}\n" for name in missing))
     if sums.failures:
         rows = [
-            (f"`{generator.command(each.seed)}`", each.rule, _first_line(each.text))
-            for each in sums.failures
+            (f"`{generator.command(failure.seed)}`", failure.rule, _first_line(failure.text))
+            for failure in sums.failures
         ]
         parts.append(
             "## Seeds that broke a rule\n\n" + _format_table(("replay", "rule", "found"), rows)

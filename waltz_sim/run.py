@@ -111,6 +111,6 @@ def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False)
         virtual_ms=world.now_ms,
         committed=len(cluster.checks.history.log),
         fingerprint=world.fingerprint,
-        trace=world.trace,
+        trace=world.trace_hash,
         notes=tuple(world.notes),
     )

@@ -42,7 +42,7 @@ class ScenarioStep:
     @property
     def text(self) -> str:
         """The text of this step in a file of scenarios."""
-        return f"> {self.commands}\n" + "".join(f"    {each}\n" for each in self.lines)
+        return f"> {self.commands}\n" + "".join(f"    {line}\n" for line in self.lines)
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Scenario:
     def text(self) -> str:
         """The text of this scenario in a file of scenarios."""
         words = "".join(f"{line}\n" for line in self.introduction)
-        return f"## {self.title}\n{words}\n{''.join(each.text for each in self.steps)}"
+        return f"## {self.title}\n{words}\n{''.join(step.text for step in self.steps)}"
 
 
 def parse_scenarios(text: str) -> tuple[str, list[Scenario]]:

@@ -63,7 +63,7 @@ class ScenarioRunner:
         )
         if found is None:
             raise BadFormat(f"scenario: expected it to begin with replicas, found {opening!r}")
-        replicas, spare, servers = ((each or "").split() for each in found.groups())
+        replicas, spare, servers = ((group or "").split() for group in found.groups())
         setup = Setup(
             replicas=len(replicas),
             spare_storages=len(spare),
@@ -188,7 +188,7 @@ class ScenarioRunner:
             network.block(machine, other)
             network.block(other, machine)
             for link in list(network.links.values()):
-                if {each.name for each in link.ends} == {machine, other}:
+                if {end.name for end in link.ends} == {machine, other}:
                     network.mute(link)
 
     def cut_one_way(self, name: str, other: str) -> None:
@@ -277,7 +277,7 @@ class ScenarioRunner:
     def corrupt_record(self, name: str, transaction_id: str) -> None:
         """Flip a bit in the data of one transaction on the disk of a storage."""
         disk = self._storage(name).disk
-        path = min(each for each in disk.files() if each.suffix == ".seg")
+        path = min(file for file in disk.files() if file.suffix == ".seg")
         content, offset = disk.visible_content(path), SEGMENT_HEADER_BYTES
         for _ in range(int(transaction_id)):
             offset += RECORD_PREFIX.size + 4 + RECORD_PREFIX.unpack_from(content, offset)[3]
@@ -311,9 +311,9 @@ class ScenarioRunner:
         """Run `storage mark-suspect`."""
         self.administer(name, MarkSuspect(1, self.cluster.partition_id, is_forced=False))
 
-    def set_available(self, name: str, how: str) -> None:
-        """Run `storage availability`; `how` is "online" or "offline"."""
-        is_online = how == "online"
+    def set_available(self, name: str, availability: str) -> None:
+        """Run `storage availability`; `availability` is "online" or "offline"."""
+        is_online = availability == "online"
         self.administer(name, SetAvailable(1, (self.cluster.partition_id,), is_online))
 
     def re_seed(self, name: str) -> None:
@@ -346,8 +346,8 @@ class ScenarioRunner:
 
     def _send_as_outsider(self, name: str, request: StorageMessage) -> None:
         def on_answer(answers: PeerAnswers) -> None:
-            for each in answers:
-                what = each.message if isinstance(each, Nack) else "promised"
+            for answer in answers:
+                what = answer.message if isinstance(answer, Nack) else "promised"
                 self.recorder.add_milestone(f"{name} to an outsider: {what}")
 
         SimPeer(self.cluster, "outsider").request(self._storage(name), [request], on_answer)
@@ -417,10 +417,10 @@ class ScenarioRunner:
         assert owner is not None
         owner.step(session_events.Checkpoint())
 
-    def set_zookeeper_state(self, what: str) -> None:
+    def set_zookeeper_state(self, state: str) -> None:
         """Let ZooKeeper not answer, or lose its answers, or answer normally again."""
-        self.cluster.coordinator.is_unavailable = what == "is unavailable"
-        self.cluster.coordinator.lost_answer_share = 1.0 if what == "loses answers" else 0.0
+        self.cluster.coordinator.is_unavailable = state == "is unavailable"
+        self.cluster.coordinator.lost_answer_share = 1.0 if state == "loses answers" else 0.0
 
     def copy_nodes(self) -> None:
         """Keep a copy of the partition's nodes in ZooKeeper."""

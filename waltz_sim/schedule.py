@@ -1,7 +1,7 @@
 """The input of a run: a set-up and a list of faults, drawn from a seed or read from a file.
 
-A seed identifies a run only until the code that draws schedules changes. A schedule in a file
-identifies a run permanently, and can be shortened.
+When the code that draws schedules changes, a seed gets another run. A schedule in a file identifies
+a run permanently, and can be shortened.
 
 Rules:
     1. All random numbers are drawn here, before the run. The target of a fault depends on its own
@@ -61,7 +61,7 @@ class Setup:
     lag_bytes_max: int = 4_096
     range_bytes_max: int = 1_024
     scrub_interval_ms: int = 0  # the interval of scrub passes; 0: only a fault starts one
-    archive_interval_ms: int = 0  # between attempts to archive a range; 0: without an archive
+    archive_interval_ms: int = 0  # from one attempt to archive a range to the next; 0: no archive
     archive_object_bytes: int = 1
     archive_age_ms: int = 0
     archived_bytes_max: int = 1 << 20  # above the confirmed mark, before a checkpoint is needed
@@ -143,7 +143,7 @@ class Schedule:
             "format": FORMAT,
             "seed": self.seed,
             "setup": dataclasses.asdict(self.setup),
-            "faults": [[each.at_us, each.kind, each.chance] for each in self.faults],
+            "faults": [[fault.at_us, fault.kind, fault.chance] for fault in self.faults],
         }
         return json.dumps(shown, indent=1)
 
@@ -186,7 +186,7 @@ def schedule_of(
         lag_bytes_max=rng.choice((600, 4_096, 65_536)),
         range_bytes_max=rng.choice((300, 1_024)),
         is_unbounded=rng.random() < 0.05,
-        # Each of these has its own random stream, so that older seeds keep their meaning.
+        # Each of these settings has its own random stream, so older seeds keep their schedules.
         has_large_batches=random_of_number(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=random_of_number(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
         followers=random_of_number(seed ^ 0xF078E).choice((0, 0, 2, 4)),
@@ -240,7 +240,7 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
 
 
 def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
-    """Draw each kind that was added later from its own stream, like `has_large_batches`."""
+    """Draw each later kind from its own stream, so that older seeds keep their schedules."""
     faults: list[Fault] = []
     for kind in kinds:
         number, times, needs_archive = LATER_KINDS[kind]

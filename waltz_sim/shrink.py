@@ -1,7 +1,7 @@
 """Shortens a failing schedule to the part that the failure needs.
 
-A schedule with sixty faults and four clients explains nothing. Faults can be removed because each
-fault depends only on its own chance (`schedule.py`, rule 1).
+A schedule with sixty faults and four clients does not show the cause of a failure. Faults can be
+removed, because each fault depends only on its own `chance` (`schedule.py`, rule 1).
 
 Rules:
     1. A shorter schedule is kept only if it breaks the same rule.
@@ -123,7 +123,10 @@ class _Search:
             return
         group_count = 2
         while len(self._faults) > 1 and not self._is_over():
-            if any(self._try_candidate(each) for each in _without_groups(self.best, group_count)):
+            if any(
+                self._try_candidate(candidate)
+                for candidate in _without_groups(self.best, group_count)
+            ):
                 group_count = max(2, group_count - 1)
             elif group_count >= len(self._faults):
                 return

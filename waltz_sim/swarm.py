@@ -114,8 +114,8 @@ def _run_all(
 def _deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Defer interrupts inside the block; yield a function that raises a deferred interrupt.
 
-    The end of the block also raises it. An interrupt that is raised while a child starts would
-    leave the child without its input. An interrupt that is raised during a wait would leave locks
+    The end of the block also raises a deferred interrupt. If an interrupt were raised while a child
+    starts, the child would not get its input. If it were raised during a wait, it would leave locks
     behind for which the pool's own thread waits.
     """
     interrupts: list[int] = []
@@ -167,7 +167,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
     assert parent is not None
-    if not parent.is_alive():  # It exited before the request, so no signal follows.
+    if not parent.is_alive():  # The parent exited before the request, so no signal follows.
         sys.exit(1)
 
 

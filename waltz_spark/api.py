@@ -47,10 +47,10 @@ class WriteResult:
     """The outcome of every row of a write.
 
     Attributes:
-        counts: the number of rows by outcome, `committed`, `rejected`, `retry` and
-            `rejected_by_own_rows`, and the duration in `seconds`. `committed` includes `recomputed`
-            rows, and `found`: rows that earlier attempts had appended. If an earlier run has
-            completed the write, these are the counts of that run.
+        counts: the number of rows by outcome (`committed`, `rejected`, `retry` and
+            `rejected_by_own_rows`), and the duration in `seconds`. `committed` includes the rows in
+            `recomputed` and `found`; earlier attempts had appended the rows in `found`. If an
+            earlier run has completed the write, these are the counts of that run.
         high_water_marks: for each partition, the last high-water mark that the write received.
         results_path: the directory with the results, as Parquet files.
         already_committed: an earlier run with the same `writeId` has written the rows; this run has
@@ -112,8 +112,8 @@ def append(
 
     The function writes like `df.write.format("waltz")`, but `onLockFailure` is `reject` by default.
     Without `resultsPath`, the results go to a temporary directory, which exists until this Python
-    process exits. That requires a Spark that runs on this machine only. With `writeId`, rows that
-    an earlier run has written are not written again (`already_committed`).
+    process exits. This works only if Spark runs on this machine only. With `writeId`, rows that an
+    earlier run has written are not written again (`already_committed`).
 
     Args:
         df: the rows to write; each row is one transaction.
@@ -144,8 +144,8 @@ def append(
     _check_distinct_columns(df, texts)
     path = texts.setdefault("resultsPath", "") or _new_temporary_path(spark)
     texts["resultsPath"] = path
-    # In a thread that the caller has started, no Spark session is active, and Spark's writer does
-    # not find Python formats. createDataFrame makes the session active.
+    # In a thread that the caller has started, no Spark session is active, so Spark's writer does
+    # not find Python formats. A call of createDataFrame makes the session active.
     spark.createDataFrame([], "nothing int")
     try:
         df.write.format("waltz").mode("append").options(**texts).save(connect)
@@ -168,7 +168,7 @@ def append(
 
 
 def _check_not_set(name: str, options: Mapping[str, object], reason: str) -> None:
-    if name.lower() in {each.lower() for each in options}:
+    if name.lower() in {option.lower() for option in options}:
         raise BadConfig(f"option {name!r} is not allowed, because {reason}. Hint: omit the option.")
 
 
@@ -305,7 +305,7 @@ def _new_temporary_path(spark: SparkSession) -> str:
 class Snapshot:
     """The log up to fixed high-water marks: repeated reads return the same rows.
 
-    If rows are computed from `read()` and written with `high_water_marks`, a row is rejected if,
+    Compute rows from `read()`, and write them with `high_water_marks`. Then a row is rejected if,
     and only if, another transaction has written one of its locks since the snapshot.
     """
 
@@ -369,8 +369,8 @@ def session(
 ) -> SparkSession:
     """Return a Spark session with settings for Waltz.
 
-    The session runs workers with this Python interpreter, connects to them over Unix sockets (which
-    shortens short tasks), and keeps the console readable. In a notebook, the output of Spark's
+    The session runs workers with this Python interpreter, connects to them over Unix sockets
+    (faster for short tasks), and keeps the console readable. In a notebook, the output of Spark's
     processes goes to Jupyter's terminal, not into a cell. Errors are raised as `LockFailed`,
     `BadConfig`, ... (`waltz_core.errors`). Settings in `conf` take precedence.
 

@@ -643,7 +643,7 @@ class _OptionParser:
         try:
             pairs = json.loads(value, object_pairs_hook=tuple)
             marks = {int(partition): _check_mark(mark) for partition, mark in pairs}
-            # Otherwise the JSON is not an object, or it has two marks for a partition.
+            # The remaining cases: the JSON is not an object, or has two marks for a partition.
             is_valid = isinstance(pairs, tuple) and len(marks) == len(pairs)
         except (ValueError, TypeError):
             marks, is_valid = {}, False

@@ -171,7 +171,7 @@ def check_nullable(
 ) -> None:
     """Reject a column that is declared NOT NULL, at any nesting level.
 
-    Reads that return nulls need this check, because Spark trusts the declaration: it answers `IS
+    Reads that return nulls need this check, because Spark trusts the declaration. It answers `IS
     NULL` without reading, and reads a null as a zero.
 
     Raises:
@@ -299,7 +299,7 @@ def _flat_values(column: pa.Array) -> list[Any]:
 
 
 def _type_in_utc(kind: pa.DataType) -> pa.DataType:
-    """Return a timestamp type in UTC: old offsets have seconds, which their text cannot show."""
+    """Return a timestamp type in UTC, because old zone offsets have seconds, which texts omit."""
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return pa.timestamp(kind.unit, "UTC")
     return without_nulls(kind)

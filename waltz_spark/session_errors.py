@@ -3,10 +3,10 @@
 Neither py4j nor PySpark has a public interface for this, so the module changes their internals.
 
 Rules:
-    1. Only a Spark error that ends with a `WaltzError` is replaced, and only after a call of
-       `raise_waltz_errors`. In a classic session, this applies to errors under its SparkContext;
-       in a Connect session, to errors of its client. The `WaltzError` has Spark's error as its
-       cause, and Spark's class as one of its base classes.
+    1. A Spark error is replaced only if its text ends with a `WaltzError`, and only after a call of
+       `raise_waltz_errors`. In a classic session, the call applies to all errors of its
+       SparkContext; in a Connect session, to all errors of its client. The `WaltzError` has Spark's
+       error as its cause, and Spark's class as one of its base classes.
     2. `raise_waltz_errors` may be called several times.
     3. If the internals of PySpark or py4j have changed, the user gets Spark's error, which also
        contains the message.

@@ -1,15 +1,14 @@
 """One client for each cluster and Python process, kept between tasks.
 
-Spark reuses its Python workers, and a new connection costs more than a small task. Spark forks a
-worker before the worker imports this module. A process that inherits a client through another fork
-opens its own client. An idle client is closed when its process exits.
+Spark reuses its Python workers, and a new connection costs more than a small task. Spark's workers
+import this module after their fork, so they inherit no client. If a process inherits a client
+through another fork, it opens its own client. An idle client is closed when its process exits.
 
 Rules:
-    1. A caller waits only for a caller that already connects to the same cluster. So a ZooKeeper
-       that does not answer blocks no connection to another cluster.
+    1. While one caller connects to a cluster, only callers for the same cluster wait. So if a
+       ZooKeeper does not answer, connections to other clusters are not blocked.
     2. A Spark session may outlive a cluster. If another cluster replaces it at the same connect
-       string, the client of the first cluster is closed, and the next use connects to the new
-       cluster.
+       string, the client of the first cluster is closed. The next use connects to the new cluster.
 """
 
 import atexit
@@ -112,7 +111,7 @@ def query_replica_sets(
         sources = client.replica_sets(
             choose(client.partition_count), linearizable=linearizable, group=group
         )
-        if any(each.cluster_key != client.cluster().key for each in sources.values()):
+        if any(source.cluster_key != client.cluster().key for source in sources.values()):
             raise ClusterKeyMismatch(
                 f"the servers of {connect} belong to another cluster than before"
             )

@@ -74,7 +74,7 @@ else:
     else:
 
         class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):
-            """A writer to which PySpark 4.0 passes Arrow batches, because of its second class."""
+            """A writer to which PySpark 4.0 passes Arrow batches, because of its second base."""
 
 
 __all__ = [
@@ -167,14 +167,15 @@ class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
         begin, ends = decode_offset(start), decode_offset(end)
         is_other_cluster = begin.cluster_key not in (None, ends.cluster_key)
         if is_other_cluster or any(
-            mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()
+            mark < begin.marks.get(partition, mark) for partition, mark in ends.marks.items()
         ):
             # Rule 2. The call raises DataLoss, or restarts a partition that belongs to another log.
             latest_marks = decode_offset(self._reader.latestOffset(start, ReadAllAvailable())).marks
             start_marks = {
-                each: min(mark, latest_marks.get(each, mark)) for each, mark in begin.marks.items()
+                partition: min(mark, latest_marks.get(partition, mark))
+                for partition, mark in begin.marks.items()
             }
-            start = start | {str(each): mark for each, mark in start_marks.items()}
+            start = start | {str(partition): mark for partition, mark in start_marks.items()}
         return self._reader.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -192,7 +193,9 @@ class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
     def _warn_if_over_limit(self, start: Offset, end: Offset) -> None:
         limit = self._reader.getDefaultReadLimit()
         begin = decode_offset(start).marks
-        count = sum(mark - begin.get(each, -1) for each, mark in decode_offset(end).marks.items())
+        count = sum(
+            mark - begin.get(partition, -1) for partition, mark in decode_offset(end).marks.items()
+        )
         if isinstance(limit, ReadMaxRows) and count > limit.max_rows:
             _log.warning(
                 "spark.micro_batch_over_limit transactions=%d maxTransactionsPerTrigger=%d hint=%r",

@@ -69,7 +69,11 @@ class MarksSensor(BaseSensorOperator):
             found = table_marks(self.table, self.follower)
         else:
             found = log_marks(self.connect)
-        missing = {each: mark for each, mark in self.marks.items() if found.get(each, -1) < mark}
+        missing = {
+            partition: mark
+            for partition, mark in self.marks.items()
+            if found.get(partition, -1) < mark
+        }
         if missing:
             self.log.info("waiting for marks %s, found %s", missing, found)
         return not missing

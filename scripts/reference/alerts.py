@@ -28,4 +28,4 @@ def table_of_alerts() -> str:
 def alert_rules() -> dict[str, dict[str, dict[str, str]]]:
     """Return the alerts by name, in the order of the file."""
     (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
-    return {each["alert"]: each for each in group["rules"] if "alert" in each}
+    return {rule["alert"]: rule for rule in group["rules"] if "alert" in rule}

@@ -11,7 +11,7 @@ from waltz_core.cli.main import COMMAND_GROUPS, PROGRAM_NAME, program
 from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 WIDTH = 100
-# Their options are the settings of a kind.
+# Commands whose options are the settings of a kind of process.
 DAEMONS = {"storage run": "storage", "server run": "server", "gateway run": "gateway"}
 DEFAULT = re.compile(r" *\[default: ([^]]*)\]| *\[(required)\]")
 
@@ -64,7 +64,7 @@ def _subcommand(name: str, subcommand: Subcommand) -> Iterator[str]:
         return
     arguments_first = sorted(subcommand.params, key=lambda each: isinstance(each, click.Option))
     records = (each.get_help_record(context) for each in arguments_first)
-    rows = [_row(*each) for each in records if each is not None]
+    rows = [_row(*record) for record in records if record is not None]
     if rows:
         yield table(("argument or option", "default", "meaning"), rows)
 
@@ -80,7 +80,7 @@ def _row(names: str, text: str) -> tuple[str, str, str]:
 
 
 def _lines(commands: Sequence[str]) -> str:
-    return "\n".join(["```", *(f"{PROGRAM_NAME} {each}" for each in commands), "```"])
+    return "\n".join(["```", *(f"{PROGRAM_NAME} {command}" for command in commands), "```"])
 
 
 def _markdown_text(text: str | None) -> str:

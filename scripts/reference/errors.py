@@ -18,7 +18,7 @@ COLUMNS = ("error", "code", "retriable", "what has happened", "what to do")
 
 
 def _table(group: type[WaltzError]) -> str:
-    return table(COLUMNS, [_row(each) for each in _class_and_subclasses(group)])
+    return table(COLUMNS, [_row(subclass) for subclass in _class_and_subclasses(group)])
 
 
 def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:
@@ -38,7 +38,7 @@ def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:
 def _class_and_subclasses(error: type[WaltzError]) -> list[type[WaltzError]]:
     """Return a class and its subclasses, by code."""
     children = sorted(error.__subclasses__(), key=lambda each: each.code)
-    return [error, *(each for child in children for each in _class_and_subclasses(child))]
+    return [error, *(subclass for child in children for subclass in _class_and_subclasses(child))]
 
 
 def _group_anchor(group: type[WaltzError]) -> str:

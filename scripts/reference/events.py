@@ -3,9 +3,10 @@
 Rules:
     1. An event is logged as `_log.info("area.event field=%s", ...)`, or is a
        `Report("area.event", (("field", value),))` of a machine, which its driver logs.
-    2. A function that passes its parameter `name` to a `Report` is a reporter: each of its calls is
-       an event, with the reporter's own fields and the keywords of the call.
-    3. An event has one level and one meaning; one of level WARNING or ERROR also has an action.
+    2. A function that passes its parameter `name` to a `Report` is a reporter. Each call of a
+       reporter is an event. The event has the reporter's own fields, and the keywords of the call.
+    3. An event has one level and one meaning. An event of level WARNING or ERROR also has an
+       action.
 """
 
 import ast
@@ -92,7 +93,7 @@ class Description(NamedTuple):
 
 def tables() -> dict[str, str]:
     """Return a table for each component."""
-    return {each.title: _table(each) for each in COMPONENTS}
+    return {component.title: _table(component) for component in COMPONENTS}
 
 
 def _table(component: Component) -> str:
@@ -181,13 +182,13 @@ def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
             inside.add(report_name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _called_name(node) in reporters and node not in inside:
-            keywords = [each.arg for each in node.keywords if each.arg]
+            keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
             yield node, reporters[_called_name(node)] + _pair_names(node) + keywords
 
 
 def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
     """Return the call `Report(name, ...)` of a reporter."""
-    if "name" not in (each.arg for each in function.args.args):
+    if "name" not in (arg.arg for arg in function.args.args):
         return None
     for node in ast.walk(function):
         match node:
@@ -215,7 +216,9 @@ def _literal_text(node: ast.expr) -> str:
 def _pair_names(node: ast.AST) -> list[str]:
     """Return the names in all pairs `("name", value)`, in order."""
     return [
-        _literal_text(each.elts[0])
-        for each in ast.walk(node)
-        if isinstance(each, ast.Tuple) and len(each.elts) == 2 and _literal_text(each.elts[0])
+        _literal_text(child_node.elts[0])
+        for child_node in ast.walk(node)
+        if isinstance(child_node, ast.Tuple)
+        and len(child_node.elts) == 2
+        and _literal_text(child_node.elts[0])
     ]

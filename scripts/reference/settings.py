@@ -21,14 +21,16 @@ UNITS = {
 
 def tables() -> dict[str, str]:
     """Return the settings that several kinds share, then those of each kind alone."""
-    shared_names = {each.name for config_type in SHARED.values() for each in fields(config_type)}
+    shared_names = {field.name for config_type in SHARED.values() for field in fields(config_type)}
     texts = {}
     for name, config_type in SHARED.items():
         users = [each for each in CONFIG_TYPES_BY_KIND.values() if issubclass(each, config_type)]
         texts[name] = _table(fields(config_type), users)
     for name, config_type in CONFIG_TYPES_BY_KIND.items():
         if name not in SHARED:
-            own_settings = [each for each in fields(config_type) if each.name not in shared_names]
+            own_settings = [
+                field for field in fields(config_type) if field.name not in shared_names
+            ]
             texts[name] = _table(own_settings, [config_type])
     return texts
 
@@ -36,13 +38,13 @@ def tables() -> dict[str, str]:
 def _table(settings: Iterable[Field[Any]], users: Sequence[type[Config]]) -> str:
     rows = [
         (
-            code(each.name),
-            _type(each),
-            _default(each, users),
-            _bounds(each),
-            cell(each.metadata["doc"]),
+            code(setting.name),
+            _type(setting),
+            _default(setting, users),
+            _bounds(setting),
+            cell(setting.metadata["doc"]),
         )
-        for each in settings
+        for setting in settings
     ]
     return table(("setting", "type", "default", "bounds", "meaning"), rows)
 

@@ -14,9 +14,9 @@ READS = {
 def tables() -> dict[str, str]:
     """Return the tables by use: options of reads and writes, of reads, and of writes."""
     read_rows = [
-        (code(each.name), *READS[each.purpose], each.default, cell(each.description))
-        for each in OPTIONS
-        if each.purpose in READS
+        (code(option.name), *READS[option.purpose], option.default, cell(option.description))
+        for option in OPTIONS
+        if option.purpose in READS
     ]
     return {
         "both": _table(Purpose.BOTH),
@@ -27,8 +27,8 @@ def tables() -> dict[str, str]:
 
 def _table(use: Purpose) -> str:
     rows = [
-        (code(each.name), each.default, cell(each.description))
-        for each in OPTIONS
-        if each.purpose is use
+        (code(option.name), option.default, cell(option.description))
+        for option in OPTIONS
+        if option.purpose is use
     ]
     return table(("option", "default", "meaning"), rows)

@@ -3,7 +3,7 @@
     python -m tests.chaos --minutes 5
     python -m tests.chaos --seed 17 --rounds 1       # the same schedule again
 
-`make chaos MINUTES=5` and `make chaos SEED=17 ROUNDS=1` are the same with everything installed.
+`make chaos MINUTES=5` and `make chaos SEED=17 ROUNDS=1` also install the required packages.
 
 Each round has its own seed and cluster. If a round finds an error, the exit code is 1, and
 the logs, journals and feeds of that round are kept.
@@ -100,8 +100,8 @@ def main() -> int:
 
 
 def _missing_effects(outcomes: list[RoundOutcome]) -> list[str]:
-    """Return the expected effects of kills that no round had; empty after a few kills only."""
-    counts = sum((each.counts for each in outcomes), Counter[str]())
+    """Return the expected effects of kills that did not occur; empty if there were few kills."""
+    counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
     if counts["killed: store"] < KILLS_MIN or counts["killed: storage"] < KILLS_MIN:
         return []
     expected = ("failed uploads", "failed attempts", "collected files of failed attempts")
@@ -118,7 +118,7 @@ def _repeat_command(outcome: RoundOutcome, arguments: argparse.Namespace) -> str
 
 
 def _print_outcome(outcome: RoundOutcome, repeat_command: str, directory: Path) -> None:
-    for effect, count in outcome.skipped.items():
+    for effect, count in outcome.skipped_faults.items():
         print_line(f"  left out: {count} x {effect}")
     counts = outcome.counts
     print_line(
@@ -146,11 +146,11 @@ def _print_outcome(outcome: RoundOutcome, repeat_command: str, directory: Path) 
 def format_report(outcomes: list[RoundOutcome], arguments: argparse.Namespace) -> str:
     """Return the faults, outcomes and findings of all rounds as Markdown."""
     faults: Counter[str] = Counter()
-    skipped: Counter[str] = Counter()
+    skipped_faults: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for outcome in outcomes:
         faults.update(outcome.faults)
-        skipped.update(outcome.skipped)
+        skipped_faults.update(outcome.skipped_faults)
         counts.update(outcome.counts)
     wrong = sum(bool(each.wrong) for each in outcomes)
     lines = [
@@ -161,7 +161,7 @@ def format_report(outcomes: list[RoundOutcome], arguments: argparse.Namespace) -
         "| fault | times |",
         "|---|---|",
         *(f"| {kind} | {count} |" for kind, count in sorted(faults.items())),
-        *(f"| left out: {kind} | {count} |" for kind, count in sorted(skipped.items())),
+        *(f"| left out: {kind} | {count} |" for kind, count in sorted(skipped_faults.items())),
         "",
         "| transactions | |",
         "|---|---|",

@@ -6,11 +6,11 @@ Rules:
        the whole log.
     2. After a collection each file is listed by a recorded manifest, or is a manifest that was
        replaced less than the grace period ago. `AGED_BY_MS` makes older files old enough.
-    3. The size of local logs is bounded: the retention, one segment of each partition, and the
-       records that were appended since the last store sessions began. A new store session confirms
-       which segments may be removed.
-    4. The round tests reads from the archive: all storages have removed segments of each partition,
-       so reads from ID 0 were answered from the archive.
+    3. The size of local logs is limited. The limit is the sum of the retention, one segment of each
+       partition, and the records appended since the last store sessions began. A new store session
+       confirms which segments may be removed.
+    4. All storages have removed segments of each partition. So the round has tested reads from the
+       archive: the archive answered the reads from ID 0.
 """
 
 import asyncio
@@ -54,10 +54,10 @@ class SavedArchive:
         self.listed: set[str] = set()
         for partition, mark in marks.items():
             head = Manifest.from_bytes(store.read(mark.manifest), mark.manifest)
-            pages = [decode_page(each, store.read(each.name)) for each in head.pages]
-            self.objects[partition] += [each for page in pages for each in page.entries]
+            pages = [decode_page(page, store.read(page.name)) for page in head.pages]
+            self.objects[partition] += [entry for page in pages for entry in page.entries]
             self.objects[partition] += head.newest_objects
-            self.listed |= {mark.manifest, *(each.name for each in head.pages)}
+            self.listed |= {mark.manifest, *(page.name for page in head.pages)}
             self.listed |= {each.name for each in self.objects[partition]}
 
     def orphans(self, now_ms: int) -> list[str]:
@@ -78,9 +78,9 @@ class SavedArchive:
             return now_ms - replaced_ms < REPLACED_GRACE_MS
 
         return [
-            each.name
-            for each in self.files
-            if each.name not in self.listed and not was_replaced_recently(each)
+            file.name
+            for file in self.files
+            if file.name not in self.listed and not was_replaced_recently(file)
         ]
 
     def differences(self, log: Log) -> list[str]:
@@ -108,7 +108,7 @@ class SavedArchive:
             chains = [batch.chain for batch in opened.verify()]
             assert chains[-1] == entry.chain, entry.name
             return b"".join(
-                bytes(opened.read_row_group(each).records) for each in range(opened.group_count)
+                bytes(opened.read_row_group(number).records) for number in range(opened.group_count)
             )
 
 
@@ -131,7 +131,9 @@ def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
 def is_archived(cluster: ChaosCluster, lasts: Mapping[int, int]) -> bool:
     """Return whether the archive has each partition up to the given ID."""
     marks = recorded_marks(cluster)
-    return all(each in marks and marks[each].last >= last for each, last in lasts.items())
+    return all(
+        partition in marks and marks[partition].last >= last for partition, last in lasts.items()
+    )
 
 
 def copy_archive(cluster: ChaosCluster, directory: Path) -> SavedArchive:
@@ -165,14 +167,14 @@ def local_differences(local_logs: Iterable[tuple[str, dict[int, LocalLog]]], log
 
 def count_events(cluster: ChaosCluster) -> Counter[str]:
     """Return how often each event of `EVENT_PATTERNS` was logged, or how many files it deleted."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name in (*cluster.cluster_size.names("server"), *cluster.cluster_size.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
         for event_name, event in EVENT_PATTERNS.items():
-            found[event_name] += sum(
-                int(each[1]) if event.groups else 1 for each in event.finditer(text)
+            counts[event_name] += sum(
+                int(match_[1]) if event.groups else 1 for match_ in event.finditer(text)
             )
-    return found
+    return counts
 
 
 def now_ms() -> int:

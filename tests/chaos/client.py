@@ -6,12 +6,13 @@ It runs as a separate process, on a simulated machine, and may be killed at any 
 writes each transaction to its journal before it sends the transaction. If the journal has no
 outcome of a transaction, the outcome is unknown.
 
-It writes as `examples/four_writers.py` does: batches and single transactions under locks, without
-a read of the log; and contexts that read a counter built from the feed and are retried. It also
+It writes like `examples/four_writers.py`. Batches and single transactions have locks, and do not
+read the log first. Contexts read a counter that is built from the feed, and are retried. It also
 requests high-water marks from time to time.
 
-Commands arrive on standard input: "stop" (send no more; it prints "settled" when all outcomes are
-known), then "end MARKS" (as JSON; it prints "fed" when the feed has reached all of them).
+Commands arrive on standard input. After "stop", the process sends no more, and prints "settled"
+when all outcomes are known. Then after "end MARKS" (JSON), it prints "fed" when the feed has
+reached all marks.
 """
 
 import json
@@ -32,7 +33,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.records.batches import encode_append
 
 ACCOUNTS, COUNTERS = 300, 40
-PENDING_MAX = 5  # submissions of one partition under way
+PENDING_MAX = 5  # submissions of one partition in progress
 BATCH_ROWS = 12
 SEND_INTERVAL_S = 0.06
 MARK_REQUEST_INTERVAL_S = 0.5
@@ -126,7 +127,7 @@ class Application:
         self._feed = Feed(directory / f"{name}.feed")
         self._key_count = 0
         count = client.partition_count
-        self._pending: dict[int, list[Any]] = {each: [] for each in range(count)}
+        self._pending: dict[int, list[Any]] = {number: [] for number in range(count)}
         accounts = _by_partition("account", ACCOUNTS, count)
         self._accounts = [[lock("account", each) for each in some] for some in accounts]
         self._counters = _by_partition("counter", COUNTERS, count)
@@ -150,7 +151,7 @@ class Application:
 
     def await_marks(self, marks: dict[int, int]) -> None:
         """Wait until the feed has reached the given marks."""
-        while any(self._feed.marks.get(each, -1) < mark for each, mark in marks.items()):
+        while any(self._feed.marks.get(partition, -1) < mark for partition, mark in marks.items()):
             time.sleep(SEND_INTERVAL_S)
         self._feed.flush()
 
@@ -282,7 +283,7 @@ def main(connect: str, name: str, directory: str) -> None:
         for line in sys.stdin:
             word, _, rest = line.strip().partition(" ")
             if word == "end":
-                marks.update({int(each): mark for each, mark in json.loads(rest).items()})
+                marks.update({int(partition): mark for partition, mark in json.loads(rest).items()})
                 may_end.set()
             stopping.set()
         stopping.set()

@@ -1,7 +1,7 @@
 """A cluster in which each daemon runs on its own simulated machine and address.
 
-`waltz_core.local` runs all members at one address. Here each has its own address with the default
-ports, so that a link between two members can be cut without an effect on other links.
+`waltz_core.local` runs all members at one address. Here each member has its own address with the
+default ports. So a link between two members can be cut without an effect on other links.
 
 Rules:
     1. Every process ends when this process ends, for any reason: Linux kills it (by the signal of
@@ -40,7 +40,7 @@ CLIENT_PORTS = {"store": object_store.PORT, "zookeeper": 2181, "storage": 15280,
 ADMIN_PORT, HTTP_PORT, QUORUM_PORT, ELECTION_PORT = 15281, 15480, 2888, 3888
 OPERATOR = "operator"
 SESSION_MS = 2_000
-# Twice the ZooKeeper session, as production has it.
+# Twice the ZooKeeper session timeout, as in production.
 QUORUM_TIMEOUT_MS = 2 * SESSION_MS
 STORAGE_BYTES = 192 * 1024 * 1024
 RESERVE_BYTES = 4 * 1024 * 1024
@@ -62,7 +62,7 @@ DAEMON_SETTINGS: dict[str, dict[str, object]] = {
     },
 }
 SEGMENT_BYTES, RETENTION_BYTES = 16 * 1024, 128 * 1024
-# With an archive (rule 4) all is small, so that uploads and removals never pause.
+# With an archive (rule 4), segments and limits are small, so that uploads and removals never pause.
 ARCHIVE_SETTINGS: dict[str, dict[str, object]] = {
     "server": {"archive_interval_ms": 200},
     "storage": {
@@ -110,7 +110,7 @@ class Member:
     machine: Machine
     process: subprocess.Popen[bytes] | None = None
     is_frozen: bool = False
-    should_run: bool = False  # it should run; whatever runs not has ended by itself
+    should_run: bool = False  # if true and it does not run, it has ended by itself
     log_start_offset: int = 0  # where in its log its process begins
 
     @property
@@ -155,7 +155,7 @@ class ChaosCluster:
         hosts = tuple(self.members[name].address for name in self.cluster_size.names("zookeeper"))
         return str(ConnectString(hosts, "/waltz/chaos", ""))
 
-    # ---- the life of it
+    # ---- start and end
 
     def start_all(self) -> None:
         """Start all daemons, and wait until every partition accepts appends."""
@@ -347,11 +347,11 @@ class ChaosCluster:
                 segments = sorted(directory.glob("*.seg"))
                 found[int(directory.name)] = LocalLog(
                     int(segments[0].stem) if segments else 0,
-                    b"".join(each.read_bytes()[SEGMENT_HEADER_BYTES:] for each in segments),
+                    b"".join(segment.read_bytes()[SEGMENT_HEADER_BYTES:] for segment in segments),
                 )
         return found
 
-    # ---- looking at it
+    # ---- the state of the cluster
 
     def client(self, **options: Any) -> WaltzClient:
         """Open a client on the operator's machine."""
@@ -386,7 +386,8 @@ class ChaosCluster:
         """
         view = self.show_cluster()
         if any(
-            set(each["engaged"]) != set(view["storages"]) for each in view["partitions"].values()
+            set(partition["engaged"]) != set(view["storages"])
+            for partition in view["partitions"].values()
         ):
             return False
         try:
@@ -400,8 +401,8 @@ class ChaosCluster:
     def _are_equal(self, logs: list[LocalLog]) -> bool:
         longest = min(logs)
         if not self.cluster_size.stores:
-            return all(each == longest for each in logs)
-        return all(each.records and longest.records.endswith(each.records) for each in logs)
+            return all(log == longest for log in logs)
+        return all(log.records and longest.records.endswith(log.records) for log in logs)
 
     def log_path(self, name: str) -> Path:
         """Return the path of a member's log."""
@@ -433,7 +434,7 @@ class ChaosCluster:
         self.run_command(
             *("cluster", "create", self.connect, "--name", "chaos"),
             *("--partitions", str(self.cluster_size.partitions)),
-            *(f"--storage={each.address}:{ADMIN_PORT}" for each in storages),
+            *(f"--storage={storage.address}:{ADMIN_PORT}" for storage in storages),
             *("--if-absent", "--timeout-s", str(TEST_TIMEOUT_S)),
         )
 
@@ -449,10 +450,10 @@ class ChaosCluster:
 
     def _write_config(self, member: Member) -> Path:
         suffix = "cfg" if member.kind == "zookeeper" else "toml"
-        where = self.directory.absolute() / f"{member.name}.{suffix}"
+        path = self.directory.absolute() / f"{member.name}.{suffix}"
         if member.kind == "zookeeper":
-            where.write_text(self._zookeeper_config(member), encoding="utf-8")
-            return where
+            path.write_text(self._zookeeper_config(member), encoding="utf-8")
+            return path
         values: dict[str, object] = {
             "connect": self.connect,
             "listen_host": member.machine.address,
@@ -468,8 +469,8 @@ class ChaosCluster:
         if self.cluster_size.stores:
             values |= ARCHIVE_SETTINGS[member.kind]
             values |= {"archive_url": self.archive_url} if member.kind == "storage" else {}
-        where.write_text(render_toml(member.kind, values), encoding="utf-8")
-        return where
+        path.write_text(render_toml(member.kind, values), encoding="utf-8")
+        return path
 
     def _zookeeper_config(self, member: Member) -> str:
         data, host = self._data_directory(member), member.machine.address

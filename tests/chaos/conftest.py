@@ -44,7 +44,7 @@ class NetworkScenario:
 
     def owned_by(self, server: str) -> list[int]:
         """Return the partitions that a server owns."""
-        found = [each for each, owner in self.cluster.owners().items() if owner == server]
+        found = [partition for partition, owner in self.cluster.owners().items() if owner == server]
         assert found, f"{server} owns no partition"
         return found
 
@@ -58,7 +58,7 @@ class NetworkScenario:
     def await_commits(
         self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_TIMEOUT_S
     ) -> float:
-        """Wait for a commit of a newly sent row in each given partition; return the seconds."""
+        """Wait until each given partition has committed a newly sent row; return the seconds."""
         wanted = list(partitions)
 
         def has_commits() -> bool:
@@ -74,17 +74,17 @@ class NetworkScenario:
         self.applications.poll()
         now_s = time.monotonic()
         return max(
-            longest_gap_s([self.current_run], each, since_s=since_s, until_s=now_s)
-            for each in partitions
+            longest_gap_s([self.current_run], partition, since_s=since_s, until_s=now_s)
+            for partition in partitions
         )
 
     def latencies_s(self, *, since_s: float) -> list[float]:
         """Return the sorted latencies in seconds of the commits of rows sent since."""
         self.applications.poll()
         return sorted(
-            each.recorded.reported_s - each.recorded.sent_s
-            for each in self.current_run.sent.values()
-            if each.recorded.sent_s >= since_s and each.recorded.outcome == four_writers.OK
+            message.recorded.reported_s - message.recorded.sent_s
+            for message in self.current_run.sent.values()
+            if message.recorded.sent_s >= since_s and message.recorded.outcome == four_writers.OK
         )
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class NetworkScenario:
         self.applications.poll()
         with self.cluster.client() as client:
             log = read_log(client)
-        self.applications.end({each: log.last(each) for each in log.sessions})
+        self.applications.end({session: log.last(session) for session in log.sessions})
         verdict = check_history(self.applications.client_runs, log)
         assert verdict.wrong == []
         assert verdict.counts[four_writers.OK] > 0
@@ -121,9 +121,9 @@ def module_scenario(
     _skip_without_namespaces: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[NetworkScenario]:
     """Yield one cluster for all tests of a file."""
-    where = tmp_path_factory.mktemp("chaos")
-    with run_cluster(WORLD, where) as cluster:
-        yield NetworkScenario(cluster, where)
+    directory = tmp_path_factory.mktemp("chaos")
+    with run_cluster(WORLD, directory) as cluster:
+        yield NetworkScenario(cluster, directory)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ dense, the log has no conflict, and counters have the right values. The order in
 order of the reports. In addition:
 
     1. A rejection has a cause: another client wrote one of the locks above the mark of the rejected
-       transaction, and had sent that write before the rejection was reported. A new store session
-       may reject appends that were in flight when it opened, without a cause. Such rejections are
-       counted; more of them than appends in flight are an error.
+       transaction. That client had sent its write before the rejection was reported. There is one
+       exception: a new store session may reject appends that were in flight when it opened, without
+       a cause. These rejections may not outnumber the appends in flight.
     2. After each start a client receives the feed from the beginning of the log, each transaction
        once, in order. A client that runs until the end receives the whole log.
     3. A requested mark is not below a transaction that was reported as committed before the
@@ -106,11 +106,11 @@ class ClientRun:
         """Return when a row sent since `since_s` was first reported committed; None if none was."""
         return min(
             (
-                each.recorded.reported_s
-                for each in self.sent.values()
-                if each.recorded.partition == partition
-                and each.recorded.sent_s >= since_s
-                and each.recorded.outcome == four_writers.OK
+                message.recorded.reported_s
+                for message in self.sent.values()
+                if message.recorded.partition == partition
+                and message.recorded.sent_s >= since_s
+                and message.recorded.outcome == four_writers.OK
             ),
             default=None,
         )
@@ -153,8 +153,8 @@ def read_log(client: WaltzClient) -> Log:
 def check_history(client_runs: Iterable[ClientRun], log: Log) -> Any:
     """Return the verdict on a whole history: its errors, and the counts."""
     client_runs = list(client_runs)
-    sent = {key: each for client_run in client_runs for key, each in client_run.sent.items()}
-    verdict = four_writers.compare([each.recorded for each in sent.values()], log.entries)
+    sent = {key: message for client_run in client_runs for key, message in client_run.sent.items()}
+    verdict = four_writers.compare([message.recorded for message in sent.values()], log.entries)
     _check_rejections(sent, log, verdict, client_runs=len(client_runs))
     _check_feeds(client_runs, log, verdict)
     _check_marks(client_runs, sent, log, verdict)
@@ -173,21 +173,21 @@ def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, client_r
         for hashed in (*content.writes, *content.appends):
             writers[entry.partition, hashed].append((entry.transaction_id, sent_s))
     rejections_without_conflict: Counter[int] = Counter()
-    for each in sent.values():
-        recorded = each.recorded
+    for message in sent.values():
+        recorded = message.recorded
         if recorded.outcome != four_writers.REJECTED:
             continue
         if any(
-            transaction_id > each.mark and sent_s <= recorded.reported_s
-            for hashed in each.locks
+            transaction_id > message.mark and sent_s <= recorded.reported_s
+            for hashed in message.locks
             for transaction_id, sent_s in writers.get((recorded.partition, hashed), ())
         ):
             continue
-        if any(first - 1 > each.mark for first in log.sessions.get(recorded.partition, ())):
+        if any(first - 1 > message.mark for first in log.sessions.get(recorded.partition, ())):
             rejections_without_conflict[recorded.partition] += 1
         else:
             verdict.wrong.append(
-                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was "
+                f"{recorded.key} at mark {message.mark} of partition {recorded.partition} was "
                 "rejected, and no client had written its locks"
             )
     for partition, count in rejections_without_conflict.items():
@@ -203,7 +203,7 @@ def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, client_r
 
 def _check_feeds(client_runs: list[ClientRun], log: Log, verdict: Any) -> None:
     """Check that each feed is a prefix of the log (rule 2)."""
-    known = {(each.partition, each.transaction_id): each.request_id for each in log.entries}
+    known = {(entry.partition, entry.transaction_id): entry.request_id for entry in log.entries}
     ends = {partition: log.last(partition) for partition in log.sessions}
     for client_run in client_runs:
         following: Counter[int] = Counter()
@@ -235,10 +235,10 @@ def _check_marks(
 ) -> None:
     """Check that each high-water mark covers all earlier commits (rule 3)."""
     recorded: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    for each in sent.values():
-        if each.recorded.outcome == four_writers.OK:
-            recorded[each.recorded.partition].append(
-                (each.recorded.reported_s, each.recorded.transaction_id)
+    for message in sent.values():
+        if message.recorded.outcome == four_writers.OK:
+            recorded[message.recorded.partition].append(
+                (message.recorded.reported_s, message.recorded.transaction_id)
             )
     times, highest = {}, {}
     for partition, commits in recorded.items():
@@ -266,12 +266,12 @@ def longest_gap_s(
 ) -> float:
     """Return the longest time in which no client received a commit in a partition."""
     recorded = sorted(
-        each.recorded.reported_s
+        message.recorded.reported_s
         for client_run in client_runs
-        for each in client_run.sent.values()
-        if each.recorded.outcome == four_writers.OK
-        and each.recorded.partition == partition
-        and since_s <= each.recorded.reported_s <= until_s
+        for message in client_run.sent.values()
+        if message.recorded.outcome == four_writers.OK
+        and message.recorded.partition == partition
+        and since_s <= message.recorded.reported_s <= until_s
     )
     moments = [since_s, *recorded, until_s]
     return max(later - earlier for earlier, later in pairwise(moments))

@@ -55,7 +55,7 @@ class SlowLink:
     def __init__(self, settings: LinkSettings, rng: random.Random) -> None:
         self.settings = settings
         self._rng = rng
-        self._wire_free_s = 0.0  # when all that was sent is on the wire
+        self._wire_free_s = 0.0  # the time at which all sent bytes are on the wire
         self._last_departure_s = 0.0
 
     def departure_s(self, size: int, now_s: float) -> float | None:
@@ -76,11 +76,11 @@ class SlowLink:
 
 
 def delay_packets(device: int, commands: int) -> None:
-    """Delay packets until the orders end."""
+    """Delay packets until standard input ends."""
     rng = random.Random(0)
     links: dict[bytes, SlowLink] = {}
     queued_packets: list[tuple[float, int, bytes]] = []
-    numbers = itertools.count()
+    packet_numbers = itertools.count()
     while True:
         timeout = max(0.0, queued_packets[0][0] - time.monotonic()) if queued_packets else None
         ready, _, _ = select.select([device, commands], [], [], timeout)
@@ -95,7 +95,7 @@ def delay_packets(device: int, commands: int) -> None:
             link = links.get(packet[ADDRESS_BYTES])
             at_s = now_s if link is None else link.departure_s(len(packet), now_s)
             if at_s is not None:
-                heapq.heappush(queued_packets, (at_s, next(numbers), packet))
+                heapq.heappush(queued_packets, (at_s, next(packet_numbers), packet))
         while queued_packets and queued_packets[0][0] <= now_s:
             os.write(device, heapq.heappop(queued_packets)[2])
 
@@ -103,11 +103,11 @@ def delay_packets(device: int, commands: int) -> None:
 def _parse_links(
     command: str, known_links: dict[bytes, SlowLink], rng: random.Random
 ) -> dict[bytes, SlowLink]:
-    """Return the links of an order; a link that is unchanged keeps its queue."""
+    """Return the slow links in a line of input; an unchanged link keeps its queue."""
     links = {}
-    for source, target, *numbers in json.loads(command):
+    for source, target, *settings_values in json.loads(command):
         key = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
-        settings = LinkSettings(*numbers)
+        settings = LinkSettings(*settings_values)
         link = known_links.get(key)
         links[key] = (
             link if link is not None and link.settings == settings else SlowLink(settings, rng)

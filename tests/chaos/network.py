@@ -162,7 +162,7 @@ class Network:
     def _set_slow_links(self, slow: dict[Link, LinkSettings]) -> None:
         assert self._lag_process is not None, "this machine cannot slow down links"
         assert self._lag_process.stdin is not None
-        # First the link that carries, then the rule that uses it; the other way round at the end.
+        # A link is created before the rule that uses it, and removed after the rule.
         both = self._slow_links | slow
         self._send_to_lag(both)
         self._send_to_router(
@@ -261,10 +261,10 @@ def both_ways(sources: Iterable[str], targets: Iterable[str]) -> list[Link]:
     others = list(targets)
     return [
         link
-        for one in sources
+        for source in sources
         for other in others
-        for link in ((one, other), (other, one))
-        if one != other
+        for link in ((source, other), (other, source))
+        if source != other
     ]
 
 

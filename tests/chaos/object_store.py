@@ -5,8 +5,8 @@
 
 moto keeps objects in memory. A store that loses acknowledged objects violates rule AR 3 of decision
 047, and the cluster does not tolerate this violation. So faults kill only the proxy. A kill
-interrupts each upload, some of them after the store has executed the upload and before it has
-answered. All connections fail until the proxy is started again.
+interrupts the uploads in progress. The store may have executed an upload, but not answered it yet.
+All connections fail until the proxy is started again.
 
 The bucket's process reads commands from standard input, and answers each with a line:
 

@@ -4,14 +4,14 @@
 
 Rules:
     1. The driver does not wait for the effect of a fault. The next fault starts at its drawn time.
-    2. After the last fault all links are repaired, and all members are started. Once ZooKeeper
-       answers (without it no daemon starts) every client must receive a commit in every partition
-       within a bound, and all replicas must become equal.
+    2. After the last fault all links are repaired, and all members are started. No daemon starts
+       without ZooKeeper. Once ZooKeeper answers, every client must receive a commit in every
+       partition within a time limit, and all replicas must become equal.
     3. In the period without faults that follows, the only outcomes are "committed" and "rejected".
     4. With an archive, all servers, storages and stores are then killed at the same time, so that
-       no late upload remains, and one client starts again at ID 0 and writes. So each partition has
-       a new store session that archives and collects. After that the archive, the logs and the
-       feeds are compared.
+       no upload is left. One client starts again at ID 0 and writes. So each partition gets a new
+       store session that archives and collects. Then the archive, the logs and the feeds are
+       compared.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ PROGRESS_TIMEOUT_S = 45.0
 EQUAL_REPLICAS_TIMEOUT_S = 60.0
 # An interrupted request to the store fails after 20 s, and may be repeated.
 ARCHIVE_TIMEOUT_S = 120.0
-# In each partition of a cluster with an archive: storages remove segments of all.
+# The minimum in each partition of a cluster with an archive, so that storages remove segments.
 TRANSACTIONS_MIN = 800
 FAULT_FREE_S = 4.0
 SLEEP_S = 0.02
 POLL_INTERVAL_S = 0.25
 # Lines that a daemon must never log.
 ERROR_LINE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
-# On a machine with so much to do a process may get no time for as long as a session lasts.
+# On a busier machine, a process may get no CPU time for the whole session timeout.
 SLOWNESS_MAX = 3.0
 LOOP_UNRESPONSIVE = " process.event_loop_unresponsive "
 
@@ -63,7 +63,7 @@ class RoundOutcome:
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped_faults: Counter[str] = field(default_factory=Counter)
     zookeeper_s: float = 0.0
     recovered_s: float = 0.0
     engaged_s: float = 0.0
@@ -77,7 +77,7 @@ class Applications:
         self._cluster = cluster
         self._directory = directory
         self._running: dict[str, tuple[ClientRun, subprocess.Popen[str]]] = {}
-        self._settled_runs: set[str] = set()  # the lives that send no more
+        self._settled_runs: set[str] = set()  # names of runs that send no more
         self.client_runs: list[ClientRun] = []
         self.unexpected_ends: list[str] = []
 
@@ -137,12 +137,12 @@ class Applications:
 
     @property
     def live_runs(self) -> list[ClientRun]:
-        """Return the lives of the running clients."""
+        """Return the runs of the running clients."""
         return [client_run for client_run, _ in self._running.values() if not client_run.has_ended]
 
     @property
     def writing_runs(self) -> list[ClientRun]:
-        """Return the lives of the clients that still send."""
+        """Return the runs of the clients that still send."""
         return [
             client_run for client_run in self.live_runs if client_run.name not in self._settled_runs
         ]
@@ -247,7 +247,7 @@ class Round:
         moments: list[tuple[float, int, Fault, bool]] = []
         for number, fault in enumerate(self._schedule.faults):
             if why := self._skip_reason(fault):
-                self.outcome.skipped[f"{fault.kind}: {why}"] += 1
+                self.outcome.skipped_faults[f"{fault.kind}: {why}"] += 1
                 continue
             moments.append((fault.at_s, number, fault, True))
             moments.append((fault.at_s + fault.for_s, number, fault, False))
@@ -383,7 +383,8 @@ class Round:
         except subprocess.CalledProcessError:
             return False
         return all(
-            set(each["engaged"]) == set(view["storages"]) for each in view["partitions"].values()
+            set(partition["engaged"]) == set(view["storages"])
+            for partition in view["partitions"].values()
         )
 
     def _run_without_faults(self) -> None:
@@ -395,15 +396,15 @@ class Round:
         self._applications.stop()
         self._applications.poll()
         recorded = [
-            each.recorded
+            message.recorded
             for client_run in self._applications.live_runs
-            for each in client_run.sent.values()
-            if began_s <= each.recorded.sent_s <= ended_s
+            for message in client_run.sent.values()
+            if began_s <= message.recorded.sent_s <= ended_s
         ]
         without_outcome = [
-            each
-            for each in recorded
-            if each.outcome not in (four_writers.OK, four_writers.REJECTED)
+            record
+            for record in recorded
+            if record.outcome not in (four_writers.OK, four_writers.REJECTED)
         ]
         self.outcome.counts["reported without faults"] += len(recorded)
         if without_outcome:
@@ -424,14 +425,17 @@ class Round:
         """
         cluster, applications = self._cluster, self._applications
         with cluster.client() as client:
-            lasts = {int(each): int(last) for each, last in client.high_water_marks().items()}
+            lasts = {
+                int(partition): int(last) for partition, last in client.high_water_marks().items()
+            }
         self._await_archive(
             "all transactions are archived", lambda: archive_checks.is_archived(cluster, lasts)
         )
-        # Replaced manifests are not old enough yet.
+        # Replaced manifests are not old enough to be collected, so only files of failed attempts
+        # were.
         left_over = archive_checks.count_events(cluster)["collected files"]
         self.outcome.counts["collected files of failed attempts"] = left_over
-        names = [each for each in cluster.members if not each.startswith("zookeeper")]
+        names = [member for member in cluster.members if not member.startswith("zookeeper")]
         for name in names:
             cluster.kill(name)
         cluster.send_bucket_command(f"age {archive_checks.AGED_BY_MS}")
@@ -453,7 +457,7 @@ class Round:
     def _check_archive(self, log: Log) -> None:
         """Compare the archive with the log after the last sessions have archived and collected."""
         cluster, outcome = self._cluster, self.outcome
-        lasts = {each: log.last(each) for each in log.sessions}
+        lasts = {session: log.last(session) for session in log.sessions}
         directory = cluster.directory / "archive"
         orphans = ["the archive was never read"]
 
@@ -469,14 +473,14 @@ class Round:
         self._await_archive("all transactions are archived, and the garbage is collected", is_clean)
         if orphans:
             outcome.wrong.append(f"{len(orphans)} files are not collected: {orphans[:3]}")
-        found = archive_checks.copy_archive(cluster, directory)
-        outcome.wrong += found.differences(log)
+        archive = archive_checks.copy_archive(cluster, directory)
+        outcome.wrong += archive.differences(log)
         names = self._schedule.cluster_size.names("storage")
         differences = [""]
 
         def is_bounded() -> bool:
             differences[:] = archive_checks.local_differences(
-                ((each, cluster.records(each)) for each in names), log
+                ((name, cluster.records(name)) for name in names), log
             )
             return not differences
 
@@ -486,11 +490,11 @@ class Round:
         if not verified["passed"]:
             outcome.wrong.append(f"archive verify: {verified}")
         counts = archive_checks.count_events(cluster)
-        counts["objects"] = sum(map(len, found.objects.values()))
+        counts["objects"] = sum(map(len, archive.objects.values()))
         counts["verified objects"] = sum(
-            each["objects"] for each in verified["partitions"].values()
+            partition["objects"] for partition in verified["partitions"].values()
         )
-        counts["files in the archive"] = len(found.files)
+        counts["files in the archive"] = len(archive.files)
         if counts["verified objects"] != counts["objects"]:
             outcome.wrong.append(f"archive verify has not read all objects: {counts}")
         outcome.counts.update(counts)
@@ -500,7 +504,7 @@ class Round:
         cluster, outcome = self._cluster, self.outcome
         with cluster.client() as client:
             log = read_log(client)
-        self._applications.end({each: log.last(each) for each in log.sessions})
+        self._applications.end({session: log.last(session) for session in log.sessions})
         self._applications.poll()
         try:
             cluster.wait_until(
@@ -522,8 +526,8 @@ class Round:
             + self._forbidden_log_lines()
         )
         outcome.gap_s = max(
-            longest_gap_s(self._applications.client_runs, each, since_s=began_s, until_s=ended_s)
-            for each in log.sessions
+            longest_gap_s(self._applications.client_runs, session, since_s=began_s, until_s=ended_s)
+            for session in log.sessions
         )
 
     def _forbidden_log_lines(self) -> list[str]:

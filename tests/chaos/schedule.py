@@ -52,8 +52,8 @@ def draw_schedule(seed: int, round_s: float, *, archives: bool = False) -> Sched
     """Draw the schedule of a seed for a round of the given length.
 
     Each seed has only some kinds of faults: frequent faults would hide the effects of rare ones.
-    Every second seed has an archive, with `archives` all of them. With an archive, most faults are
-    kills of the processes that take part in archiving.
+    Every second seed has an archive; with `archives`, every seed has one. With an archive, most
+    faults are kills of processes that the archive needs.
     """
     chance = random.Random(seed)
     cluster_size = ClusterSize(
@@ -190,7 +190,7 @@ KINDS: Final[dict[str, Draw]] = {
     "full disk": _full,
     "isolate": _isolate,
     "cut": _cut,
-    "cut again": _cut,  # there are many ways to cut
+    "cut again": _cut,  # twice in this list, because there are many kinds of cuts
     "slow": _slow,
 }
 # Each storage uploads most of the time, and each server owns partitions and controls their uploads.

@@ -1,9 +1,9 @@
 """The followers of `table_kills.py`, and the processes of a follower that can be killed.
 
 Rules:
-    1. A follower is started again after it was killed, as a supervisor does.
-    2. The command `follow` never ends by itself. A Spark job may, with the error of a failed Spark
-       job, if one of its processes or a member of the cluster was killed.
+    1. A killed follower is started again, as a supervisor does.
+    2. The command `follow` never ends by itself. A Spark job may end with the error of a failed
+       job, after one of its processes or a member of the cluster was killed.
     3. All processes of a Spark job are in one session of Linux, so they are found and ended
        without its driver.
 """
@@ -30,8 +30,8 @@ FINISHED_TWICE = "a repeated command has written version {after}, after version 
 class TableFollower(Protocol):
     """A follower of a table, as a supervisor runs it."""
 
-    targets: Mapping[str, int]  # what can be killed, with its weight
-    unexpected_ends: list[str]  # how it has ended by itself
+    targets: Mapping[str, int]  # kinds of processes to kill -> weight
+    unexpected_ends: list[str]  # texts about ends without a kill
 
     def start(self) -> None:
         """Start it if it does not run."""
@@ -88,9 +88,9 @@ class _Supervised:
 
     def end_sessions(self) -> None:
         """Kill all its processes that still run (rule 3)."""
-        for each in self._sessions:
+        for session in self._sessions:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(each, signal.SIGKILL)
+                os.killpg(session, signal.SIGKILL)
         if self._child is not None:
             self._child.wait()
             self._child = None
@@ -167,8 +167,8 @@ class SparkFollower:
             return False
         try:
             victims = self._victims(driver, target)
-            for each in victims:
-                each.kill()
+            for victim in victims:
+                victim.kill()
         except psutil.NoSuchProcess:
             return False
         if driver in victims:
@@ -176,18 +176,19 @@ class SparkFollower:
         return bool(victims)
 
     def _victims(self, driver: psutil.Process, target: str) -> list[psutil.Process]:
-        java = [each for each in driver.children() if each.name() == "java"]
-        executors = [each for one in java for each in one.children() if each.name() == "java"]
+        java = [child for child in driver.children() if child.name() == "java"]
+        executors = [child for one in java for child in one.children() if child.name() == "java"]
         if target == "executor":
             return executors[-1:]
         if target == "worker":  # a fork of the daemon, which is a child of its executor
-            daemons = [each for one in executors for each in one.children()]
-            return [each for one in daemons for each in one.children()][:1]
+            daemons = [child for one in executors for child in one.children()]
+            return [child for one in daemons for child in one.children()][:1]
         return {"driver": [*java, driver], "python": [driver], "java": java}[target]
 
     def finish(self) -> list[str]:
         """Run a job to the end, which repeats the call and the batch."""
-        # A Java without its Python may still commit; it ends as soon as it finds the pipe closed.
+        # A Java process without its Python process may still commit. It ends when it finds the pipe
+        # closed.
         self._process.end_sessions()
         log = self._directory / "finish.log"
         with log.open("wb") as output:

@@ -10,10 +10,11 @@ replay of the log in plain Python.
 
 Rules:
     1. The victim and the moment of each kill are drawn from the seed. A moment is a delay, or the
-       appearance of a file: the data of a version that is not committed yet, a version, or a
-       version that only adds fields of structs.
+       appearance of a file: data of an uncommitted version, a version, or a version that only adds
+       fields of structs.
     2. A killed process is started again, after a drawn time or at once. Half of the kills wait
-       until the table contains the log as it was at the previous kill. The other kills overlap.
+       until the table contains all transactions that were in the log at the previous kill. The
+       other kills do not wait.
     3. The expected table is computed from the log alone. The log must have all acknowledged
        transactions.
     4. The follower `found` infers the columns, and the structs of the payloads gain fields.
@@ -59,7 +60,7 @@ from waltz_core.tables.table_marks import decode_marks
 FOLLOWERS = {"command": CommandFollower, "found": FoundFollower, "spark": SparkFollower}
 MEMBERS = {"server": 1, "storage": 1}
 MOMENTS = ("delay", "data", "version")
-FIELDS = "fields"  # another moment, of structs that gain fields
+FIELDS = "fields"  # another moment: a version only adds fields of structs
 DELAY_S = 3.0
 POLL_S = 0.001
 SESSION_MS = 4_000
@@ -123,7 +124,7 @@ class EndlessWriter:
         return partition, header, row, future
 
     def _value(self) -> object:
-        """Return a number, or a struct with lists of structs, whose fields become more (rule 4)."""
+        """Return a number, or a struct with lists of structs, which gain fields (rule 4)."""
         number = self._rng.randrange(1000)
         if not self._has_structs:
             return number
@@ -153,7 +154,10 @@ class TableKills:
         weights = {**self._follower.targets, **MEMBERS}
         with WaltzClient(self._cluster.connect, PATIENT_CLIENT) as client:
             while self.outcome.kills.total() < kills:
-                before = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+                before = {
+                    int(partition): int(mark)
+                    for partition, mark in client.high_water_marks().items()
+                }
                 self._await_moment()
                 (victim,) = self._rng.choices([*weights], [*weights.values()])
                 if not self._kill(victim):
@@ -202,7 +206,7 @@ class TableKills:
         if victim not in MEMBERS:
             self._start_later(self._follower.start)
             return self._follower.kill(victim)
-        names = [each.name for each in self._cluster.members if each.kind == victim]
+        names = [member.name for member in self._cluster.members if member.kind == victim]
         name = self._rng.choice(names)
         if self._cluster.member(name).process() is None:
             return False
@@ -233,7 +237,7 @@ class TableKills:
                 return False
             found = marks_by_version(self._table)
             newest = found[max(found)]
-            return all(newest[each] >= mark for each, mark in marks.items())
+            return all(newest[partition] >= mark for partition, mark in marks.items())
 
         wait_until(f"the marks {marks} in the table", has_marks)
 
@@ -269,7 +273,9 @@ def compare(written: WrittenLog, table: Path, writer: EndlessWriter) -> Iterator
             yield f"partition {partition}: transaction {transaction_id} is not the acknowledged one"
     before: dict[int, int] | None = None
     schema_before = ""
-    history = {each["version"]: each.get("userMetadata") for each in DeltaTable(table).history()}
+    history = {
+        commit["version"]: commit.get("userMetadata") for commit in DeltaTable(table).history()
+    }
     for version, metadata in sorted(history.items()):
         decoded = decode_marks(metadata)
         if decoded is None:
@@ -360,8 +366,8 @@ def main() -> int:
     outcome = play(seed, arguments.kills, arguments.follower, arguments.directory, print_line)
     for wrong in outcome.wrong:
         print_line(f"WRONG: {wrong}")
-    for each in outcome.unexpected_ends:
-        print_line(f"the follower {each}")
+    for ending in outcome.unexpected_ends:
+        print_line(f"the follower {ending}")
     print_line(f"kills: {dict(outcome.kills)}; {dict(outcome.counts)}")
     print_line(
         f"{len(outcome.wrong)} wrong; table and logs are in {arguments.directory}"

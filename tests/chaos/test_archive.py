@@ -47,7 +47,7 @@ def test_a_storage_an_owner_and_the_object_store_are_killed_and_nothing_is_lost(
     )
     assert counts["objects"] == counts["verified objects"] >= cluster_size.partitions
     assert counts["removed segments"] >= cluster_size.storages * cluster_size.partitions
-    # Manifests that were replaced before the end.
+    # Manifests that were replaced before the end are collected.
     assert counts["collected files"] >= cluster_size.partitions
     assert counts["committed"] > 0
 
@@ -104,7 +104,7 @@ def test_a_manifest_that_was_replaced_within_the_grace_period_is_no_orphan(tmp_p
     assert found.orphans(archive_checks.now_ms()) == []
     assert found.orphans(archive_checks.now_ms() + archive_checks.AGED_BY_MS) == names[:1]
     aged_s = (archive_checks.now_ms() - archive_checks.AGED_BY_MS) / 1000
-    os.utime(tmp_path / names[0], (aged_s, aged_s))  # its own age does not count
+    os.utime(tmp_path / names[0], (aged_s, aged_s))  # only the age of its successor matters
     assert saved(tmp_path, log).orphans(archive_checks.now_ms()) == names[1:]
 
 
@@ -114,9 +114,9 @@ def test_objects_with_other_records_or_with_a_gap_are_detected(tmp_path, log):
     last = found.objects[PARTITION_ID][-1].name
     assert found.differences(expected) == [f"{last} has other records than the log"]
     del found.objects[PARTITION_ID][1]
-    assert any("expected 51" in each for each in found.differences(expected))
+    assert any("expected 51" in difference for difference in found.differences(expected))
     del found.objects[PARTITION_ID][-1]
-    assert any("end at" in each for each in found.differences(expected))
+    assert any("end at" in difference for difference in found.differences(expected))
 
 
 def test_local_logs_are_a_part_of_the_log_and_bounded(log):

@@ -33,7 +33,7 @@ def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
 
     With "to the server" the storages receive the requests, and only their answers are lost.
     """
-    links = [(each, "server-1") for each in STORAGES[:2]]
+    links = [(storage, "server-1") for storage in STORAGES[:2]]
     if cut_directions == "both":
         links = both_ways(["server-1"], STORAGES[:2])
     lost = scenario.owned_by("server-1")
@@ -46,7 +46,7 @@ def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
 
 
 def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScenario):
-    """Row 19: it serves until another server owns its partitions; then it is fenced."""
+    """Row 19: the server serves until another server owns its partitions; then it is fenced."""
     lost = scenario.owned_by("server-1")
     with scenario.network.cut_during(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
@@ -69,9 +69,9 @@ def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
     scenario.wait("500 commits", lambda: len(scenario.latencies_s(since_s=slow_s)) >= 500)
     waits = scenario.latencies_s(since_s=slow_s)
     scenario.network.remove_delays(links)
-    # An append that waits for the third takes at least there and back; on a busy machine others
-    # may take as long.
-    quick = sum(each < lag.delay_ms / 1000 for each in waits)
+    # An append that waits for the third replica takes at least one round trip on the slow link. On
+    # a busy machine, other appends may take as long.
+    quick = sum(wait < lag.delay_ms / 1000 for wait in waits)
     assert quick > 0.5 * len(waits), f"{quick} of {len(waits)}, the longest {waits[-1]:.2f} s"
     scenario.check()
 

@@ -17,7 +17,8 @@ def content(key: str, *, mark: int, writes: list[int]) -> Any:
     return four_writers.Content(key, 0, mark, writes, [], [])
 
 
-# Two writers of one lock, and one that came too late; the second session begins at ID 2.
+# Two writers of one lock, and a third writer (`REJECTED`) whose mark is too low. The second session
+# begins at ID 2.
 ROWS = [
     content("a", mark=-1, writes=[LOCK]),
     content("b", mark=0, writes=[LOCK]),
@@ -31,7 +32,7 @@ def request_id(number: int) -> tuple[int, int, int, int]:
 
 
 class History:
-    """Files of one life, and the log to compare them with."""
+    """The files of one run of a client, and the log to compare them with."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -91,14 +92,14 @@ def test_a_rejection_without_a_conflicting_writer_is_detected(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[LOCK]), at=4.0)
     history.lines.append(["reported", "e", "rejected", -1, 4.5, ""])
-    assert any("no client had written its locks" in each for each in history.wrong())
+    assert any("no client had written its locks" in problem for problem in history.wrong())
 
 
 def test_a_writer_after_the_rejection_does_not_explain_it(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
     history.lines.append(["reported", "e", "rejected", -1, 1.9, ""])
-    assert any("no client had written its locks" in each for each in history.wrong())
+    assert any("no client had written its locks" in problem for problem in history.wrong())
 
 
 def test_a_new_session_may_reject_only_appends_in_flight(history: History):
@@ -110,7 +111,7 @@ def test_a_new_session_may_reject_only_appends_in_flight(history: History):
     for number in range(200):
         history.sent(content(f"f{number}", mark=0, writes=[OTHER + 1]), at=4.0)
         history.lines.append(["reported", f"f{number}", "rejected", -1, 4.5, ""])
-    assert any("could have been under way" in each for each in history.wrong())
+    assert any("could have been under way" in problem for problem in history.wrong())
 
 
 @pytest.mark.parametrize(
@@ -139,12 +140,12 @@ def test_the_recorded_feed_of_a_killed_process_may_end_early(history: History):
 @pytest.mark.parametrize("mark", [1, 3])
 def test_a_mark_below_a_reported_one_or_above_the_log_is_detected(history: History, mark: int):
     history.lines[-1] = ["mark", 0, 3.0, mark]
-    assert any(f"received mark {mark}" in each for each in history.wrong())
+    assert any(f"received mark {mark}" in problem for problem in history.wrong())
 
 
 def test_a_commit_of_the_four_writers_that_is_missing_in_the_log_is_detected(history: History):
     history.lines[-2] = ["reported", "c", "committed", 3, 3.5, ""]
-    assert any("c was reported as committed and is lost" in each for each in history.wrong())
+    assert any("c was reported as committed and is lost" in problem for problem in history.wrong())
 
 
 def test_a_partial_line_is_read_when_it_is_complete(history: History):

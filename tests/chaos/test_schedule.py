@@ -54,7 +54,7 @@ def test_a_link_with_a_rate_has_a_bounded_queue():
     line = SlowLink(LinkSettings(bytes_per_s=1000), random.Random(1))
     leaves = [line.departure_s(500, 0.0) for _ in range(10)]
     assert leaves[:3] == [0.5, 1.0, 1.5]
-    departures = [each for each in leaves if each is not None]
+    departures = [departure_s for departure_s in leaves if departure_s is not None]
     assert departures[-1] == QUEUE_S_MAX + 0.5
     assert leaves[len(departures) :] == [None] * (10 - len(departures))
 

@@ -36,7 +36,7 @@ class Recorder:
     def __init__(self, directory, changes=(), complete=()):
         self.directory = directory
         self.changes = list(changes)
-        self.complete = dict(complete)  # the bytes of each file that got its name, by name
+        self.complete = dict(complete)  # the bytes of each file with its final name, by name
         disk_state = DiskState()
         for change in self.changes:
             disk_state.apply_change(change)

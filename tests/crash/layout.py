@@ -1,8 +1,8 @@
 """Reads and writes the files of Waltz 0.13; written only from the description of their layout.
 
-It shares no code with the code that it checks: it uses `struct` and `zlib` only. `read_directory`
-reads the same as a 0.13 storage at its start: the control file, and the records of each segment up
-to the first incomplete one.
+The module uses only `struct` and `zlib`, and no code of Waltz, because it checks this code.
+`read_directory` reads what a 0.13 storage reads at its start: the control file, and the records of
+each segment up to the first incomplete record.
 
     waltz-storage.ctl     128 bytes of header, 76 for each partition: its number and two structures
     <p>/<19 digits>.seg   128 bytes of header, records without gaps
@@ -45,10 +45,10 @@ def read_control(data):
         raise StartFailed("control file")
     partitions = []
     for number in range(count):
-        at = HEADER_BYTES + 76 * number
-        if struct.unpack_from(">i", data, at) != (number,):
+        offset = HEADER_BYTES + 76 * number
+        if struct.unpack_from(">i", data, offset) != (number,):
             raise StartFailed(f"partition {number} of the control file")
-        partitions.append(_newer(data, at + 4))
+        partitions.append(_newer(data, offset + 4))
     return Control(key, tuple(partitions))
 
 
@@ -65,11 +65,11 @@ def _newer(data, at):
 
 
 def control(key, structures, created_ms=1):
-    """Return the bytes of a control file in which the given structures are the current ones."""
+    """Return the bytes of a control file with the given current structures."""
     parts = [CONTROL.pack(0, created_ms, key, len(structures))]
-    for number, one in enumerate(structures):
-        older = one._replace(sequence=one.sequence - 1)
-        parts.append(struct.pack(">i", number) + _structure(older) + _structure(one))
+    for number, structure in enumerate(structures):
+        older = structure._replace(sequence=structure.sequence - 1)
+        parts.append(struct.pack(">i", number) + _structure(older) + _structure(structure))
     return b"".join(parts)
 
 
@@ -89,9 +89,9 @@ def segment(key, partition, first, records):
     """Return the bytes of a .seg file and of its .idx file."""
     head = SEGMENT.pack(0, 1, key, partition, first)
     at, starts = HEADER_BYTES, []
-    for one in records:
+    for record in records:
         starts.append(at.to_bytes(8, "big"))
-        at += len(one)
+        at += len(record)
     return head + b"".join(records), head + b"".join(starts)
 
 
@@ -126,7 +126,7 @@ def read_segment(data, index, *, key, partition, first, local_low_water_mark):
     if start <= first:
         at = HEADER_BYTES
     else:
-        # All up to here is trusted, and this one is looked at.
+        # 0.13 trusts all records before `start`, and checks the record with this ID.
         bounds = starts[: start - first + 1]
         records = [data[a:b] for a, b in pairwise(bounds)]
         at = bounds[-1]

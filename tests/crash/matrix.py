@@ -38,9 +38,9 @@ from waltz_sim.world.simulated_disk import Contents
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 1
 KILLS_OF_A_SCENARIO = 30
-EVERY_KILL = 10  # one is followed by a loss of power at every change
+EVERY_KILL = 10  # after every tenth kill, power is lost at every change
 SHARE_AFTER_A_KILL = 0.25
-EVERY_SECOND = 80  # openings, one is cut at every change
+EVERY_SECOND = 80  # in every 80th opening, power is lost at every change
 
 
 class Violation(AssertionError):
@@ -172,7 +172,9 @@ def _mismatch(history, found):
         if record and record != history.records[position]:
             return f"record {position} is another one"
     start = found.start.transaction_id
-    if found.entries != tuple(one for one in history.entries if start < one.last <= found.last):
+    if found.entries != tuple(
+        entry for entry in history.entries if start < entry.last <= found.last
+    ):
         return "other batches"
     if found.entries and found.entries[-1].last != found.last:
         return f"ends at {found.last}, where no batch ends"
@@ -186,7 +188,7 @@ def check_disk_state(acknowledged, contents):
             continue
         directory = ROOT / str(partition)
         if directory / WIPE_NAME in contents.files:
-            continue  # it is thrown away, whatever is left of it
+            continue  # the storage deletes this directory
         slot = _newer_slot(contents.files.get(directory / SLOTS_NAME, b""))
         if slot is None:
             raise Violation(f"partition {partition} has no slots")
@@ -201,14 +203,14 @@ def check_disk_state(acknowledged, contents):
 
 def _newer_slot(content):
     slots = []
-    for at in (0, SLOT_BLOCK_BYTES):
+    for offset in (0, SLOT_BLOCK_BYTES):
         with suppress(WaltzError):
-            slots.append(Slot.decode(content[at : at + SLOT_BYTES]))
+            slots.append(Slot.decode(content[offset : offset + SLOT_BYTES]))
     return max(slots, key=lambda slot: slot.sequence, default=None)
 
 
 def _check_indexes(files, directory, marker, start):
-    paths = sorted(one for one in files if one.parent == directory and one.suffix == ".seg")
+    paths = sorted(file for file in files if file.parent == directory and file.suffix == ".seg")
     for path, after in zip_longest(paths, paths[1:]):
         content, index = files[path], files.get(path.with_suffix(".idx"), b"")
         first, at = int(path.stem), 128
@@ -242,7 +244,7 @@ class Matrix:
     def __init__(self, name):
         self.name = name
         self.counts = Counter()
-        self._found = {}  # digest -> what the opening finds, or its error
+        self._found = {}  # digest -> the content after the opening, or its error
         self.openings = {}  # digest -> the changes that an opening makes
 
     def find(self, contents):
@@ -281,8 +283,8 @@ def crash_points(changes, begin=0):
         if isinstance(change, PositionMarker):
             acknowledged = change.what
         if position + 1 >= begin:
-            # A point after a position marker is a separate point: the files are the same, but the
-            # expected state has changed.
+            # A position marker begins another point: the files are the same, but the expected state
+            # differs.
             yield position + 1, disk_state, acknowledged
 
 
@@ -383,7 +385,7 @@ def open_and_append(matrix, disk, acknowledged, where):
         check(acknowledged, found)
     except (WaltzError, Violation) as error:
         raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
-    # Everything that an opening has found is durable when the opening is complete.
+    # When an opening is complete, everything that it has read is durable.
     scenario.histories = {
         number: History(log.records, log.entries, log.last) for number, log in found.logs
     }

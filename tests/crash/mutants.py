@@ -1,8 +1,8 @@
 """Storages that omit or delay one sync, and the crashes that detect this.
 
-A sync is identified by its site: the calls that lead to it. If it is omitted, or executed after the
-next sync, some crash must fail. Otherwise the sync is not needed, or the matrix does not test its
-purpose.
+A sync is identified by its site: the calls that lead to it. If a sync is omitted, or executed after
+the next sync, some crash test must fail. Otherwise the sync is not needed, or the matrix does not
+test its purpose.
 """
 
 from collections import defaultdict
@@ -140,7 +140,7 @@ NOT_NEEDED = {
     "next to a hole: this disk gives all that was synced (test_partition_log.py has another)",
     "segments.fill > segment.fill#6": "an index that is wrong is repaired by the next read",
 }
-# Needed syncs that may follow the next one: both precede the next acknowledgement.
+# Necessary syncs that may follow the next sync: both syncs precede the next acknowledgement.
 ANY_ORDER = {
     "file_system.make_with_parents#1": "names of different directories",
     "file_system.make_with_parents#2": "names of different directories",

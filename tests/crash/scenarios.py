@@ -50,7 +50,7 @@ TRANSPARENT = {
 
 
 class History(NamedTuple):
-    """One possible log: its records, its batches, and the number of records that it must have."""
+    """One possible log: its records, its batches, and the number of records that must survive."""
 
     records: tuple[bytes, ...] = ()
     entries: tuple = ()
@@ -77,7 +77,7 @@ class AcknowledgedLog(NamedTuple):
     infos: tuple[Marks, ...]  # session and marks in the control file of 0.13
     markers: tuple[int, ...]  # the marker on the disk is one of these, or later
     is_dirty: tuple[bool, ...]
-    suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
+    suspects: tuple[bool, ...] = (False,)  # True: an empty log is suspect
     starts: tuple[AckedMarker, ...] = (GENESIS,)
 
 
@@ -87,7 +87,7 @@ class Acknowledged:
 
     storage_id: bytes | None = None
     assigned: tuple[int, ...] = ()
-    sure: tuple[int, ...] = ()  # of those that may be assigned, those that must be
+    sure: tuple[int, ...] = ()  # partitions that must be assigned; the others in `assigned` may be
     logs: dict[int, AcknowledgedLog] = field(default_factory=dict)
     damaged: tuple[tuple[int, int], ...] = ()  # of partition 0
 
@@ -138,7 +138,7 @@ def site():
         if path.parent.parent == STORAGE_FOLDER:
             frames.append((f"{path.stem}.{frame.f_code.co_name}", frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    # The call that opens a partition and the depth of its directory make no difference.
+    # A site does not contain the call that opens a partition, or the depth of its directory.
     names = [name for name, _, _ in reversed(frames) if name not in TRANSPARENT]
     if "partition_log.open" in names:
         names = names[names.index("partition_log.open") + 1 :]
@@ -163,9 +163,9 @@ class Scenario:
         self.segment_bytes_max = segment_bytes_max
         self.now_ms = STARTED_MS
         self.engine = None
-        self.histories = {}  # partition -> History, as it is written now
+        self.histories = {}  # partition -> History, with all records written so far
         self.acknowledged = acknowledged or Acknowledged()
-        self.begin = 0  # crashes come from this change on
+        self.begin = 0  # the index of the first change at which a crash occurs
         self.disk.mark_position(self.acknowledged)
 
     def log(self, partition=0):
@@ -231,7 +231,7 @@ class Scenario:
         for partition, log in after.logs.items():
             old = before.logs.get(partition)
             if old is None:
-                # Nothing of it need be there, so that there is no slot to look at.
+                # After a crash the log may not exist at all, so no slot is checked.
                 logs[partition] = log._replace(markers=(), is_dirty=())
                 continue
             both = [(*one, *other) for one, other in zip(old, log, strict=True)]
@@ -239,7 +239,7 @@ class Scenario:
                 both[0] += (tried[partition],)
             logs[partition] = AcknowledgedLog(*(tuple(dict.fromkeys(one)) for one in both))
         for partition in before.logs.keys() - after.logs.keys():
-            # The slots may be lost, and with them state that an opening does not show.
+            # The crash may lose the slots, so their content is not checked.
             logs[partition] = logs[partition]._replace(markers=(), is_dirty=())
         assigned = tuple(sorted({*before.assigned, *after.assigned}))
         sure = tuple(one for one in before.sure if one in after.assigned)
@@ -299,7 +299,7 @@ class Scenario:
         assert self.log(partition).suspect
 
     def prepare(self, partition=0):
-        """Begin a session, which acknowledges where the log ends."""
+        """Begin a session, which acknowledges the end of the log."""
         log = self.log(partition)
         session = max(log.promised, 0) + 1
         self.call(lambda: log.prepare(session, self.rng.randbytes(16)))
@@ -308,7 +308,7 @@ class Scenario:
     def _synced(self, partition):
         last, history = self.log(partition).synced_max, self.histories[partition]
         assert history.acked <= last < len(history.records)
-        entries = tuple(one for one in history.entries if one.last <= last)
+        entries = tuple(entry for entry in history.entries if entry.last <= last)
         self.histories[partition] = History(history.records[: last + 1], entries, last)
         self.acknowledge()
 
@@ -318,7 +318,7 @@ class Scenario:
         records, entries = make_batches(
             len(history.records), counts, log.promised, log.chain, self.rng, bytes_max=bytes_max
         )
-        lengths = np.array([len(one) for one in records], dtype=np.int64)
+        lengths = np.array([len(record) for record in records], dtype=np.int64)
         after = History((*history.records, *records), (*history.entries, *entries), history.acked)
         run, first = b"".join(records), len(history.records)
         self.call(
@@ -416,12 +416,12 @@ class Scenario:
         """Change a byte of a record durably, without an error."""
         log = self.log(partition)
         segment = log._files.segments.all[log._files.segments._index_of(transaction_id)]
-        at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
+        offset = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
         path = ROOT / str(partition) / f"{segment.first:019d}.seg"
-        self.disk.inner.flip_bits(path, at)
+        self.disk.inner.flip_bits(path, offset)
         number = self.disk.file_id_of(path)
-        changed = self.disk.inner.visible_content(path)[at : at + 1]
-        self.disk.changes += [Write(number, at, changed), Sync(number, path)]
+        changed = self.disk.inner.visible_content(path)[offset : offset + 1]
+        self.disk.changes += [Write(number, offset, changed), Sync(number, path)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -775,7 +775,7 @@ SCENARIOS = (
     removed_segments,
     reset,
 )
-# Their logs begin above 0, which Waltz 0.13 cannot read.
+# Scenarios whose logs begin above 0, which Waltz 0.13 cannot read.
 STARTS = (removed_segments, reset)
 # Administrative changes of a partition. They have no mutants: an omitted sync has an effect only
 # when a removed partition is assigned again (tests/crash/test_storage_administration).

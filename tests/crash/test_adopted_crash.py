@@ -20,7 +20,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk
 
 BATCH_IDS = 8
-SEGMENT_IDS = 14  # of a segment that 0.13 has written
+SEGMENT_IDS = 14  # the number of records in a segment that 0.13 has written
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ class World:
     disk: SimDisk = field(default_factory=SimDisk)
 
     def __post_init__(self):
-        self.records = [layout.record(one, self.rng.randbytes(50)) for one in range(35)]
+        self.records = [layout.record(number, self.rng.randbytes(50)) for number in range(35)]
         self.disk.make_directory(ROOT)
         write_files_of_0_13(self.disk, self.records, session=1, mark=29)
         self.open()
@@ -93,7 +93,7 @@ def test_no_record_is_removed_while_an_owner_replaces_adopted_batches():
     while interrupted:
         step += 1
         world = World(Random(step))
-        # The last batch is one that this replica had only a part of.
+        # This replica had only a part of the last batch.
         records = [*world.records, layout.record(35, b"new")]
         appends = list(other_batches(records, (7, 9, 12, 8), 5))
         interrupted = True

@@ -4,8 +4,9 @@ At each change by an archiver, an expiry or a collection, each state that a cras
 written to a real directory (`archive_recording.py`).
 
 Rules, of decision 047:
-    1. The archive has all that ZooKeeper refers to: the manifest, its pages and the objects that
-       have not expired, with the chain of the log (AR 3). ZooKeeper is written after each call.
+    1. The archive has all files to which ZooKeeper refers: the manifest, its pages, and the objects
+       that have not expired. Their chain is that of the log (AR 3). ZooKeeper is written after each
+       call.
     2. A file with its final name is complete.
     3. A later session archives the next range and collects; then all files are listed (AR 16).
 """
@@ -150,18 +151,18 @@ class CrashChecks:
         if not recorded.manifest:
             return set()
         head = Manifest.from_bytes(self.complete[recorded.manifest], recorded.manifest)
-        pages = [ManifestPage.from_bytes(self.complete[each.name], "") for each in head.pages]
+        pages = [ManifestPage.from_bytes(self.complete[page.name], "") for page in head.pages]
         entries = [*head.newest_objects, *(entry for page in pages for entry in page.entries)]
-        objects = {each.name for each in entries if each.last >= recorded.first}
-        return {recorded.manifest, *(each.name for each in head.pages), *objects}
+        objects = {entry.name for entry in entries if entry.last >= recorded.first}
+        return {recorded.manifest, *(page.name for page in head.pages), *objects}
 
     def check(self, contents, recorded, where):
         self.counts["states"] += 1
-        found = names_in(contents)
-        for name, data in found.items():
+        names = names_in(contents)
+        for name, data in names.items():
             if not name.endswith(TEMPORARY_SUFFIX) and data != self.complete[name]:
                 raise StateLost(f"{where}: {name} is not complete")
-        if missing := self.files_of_manifest(recorded) - found.keys():
+        if missing := self.files_of_manifest(recorded) - names.keys():
             raise StateLost(f"{where}: {sorted(missing)} are not there")
 
     def lose_power(self, changes, begin=0, *, keeps=None):
@@ -197,7 +198,7 @@ def test_power_is_lost_at_every_change(recorder, record_property):
     crashes.lose_power(recorder.changes)
     record_property("crash of an archive: states", crashes.counts["states"])
     assert crashes.counts["states"] > STATES_MIN
-    last = [each.what for each in recorder.changes if isinstance(each, PositionMarker)][-1]
+    last = [change.what for change in recorder.changes if isinstance(change, PositionMarker)][-1]
     verify(recorder.store(), last)
 
 
@@ -256,10 +257,12 @@ def test_a_file_renamed_before_its_sync_is_detected(recorder):
 
 def test_an_unsynced_folder_is_detected(recorder):
     changes = recorder.changes
-    folders = {each.path for each in changes if isinstance(each, SyncDirectory)}
-    assert len(folders) == 6  # from the one that has the archive to the one of the objects
+    folders = {change.path for change in changes if isinstance(change, SyncDirectory)}
+    assert len(folders) == 6  # from the archive's parent down to the folder of the objects
     for folder in sorted(folders):
         remaining_changes = [
-            each for each in changes if not isinstance(each, SyncDirectory) or each.path != folder
+            change
+            for change in changes
+            if not isinstance(change, SyncDirectory) or change.path != folder
         ]
         assert is_detected(recorder, remaining_changes), folder

@@ -51,11 +51,11 @@ def corrupt_directory(rng):
     names = sorted(path for path in files if path.name != "waltz-x.reserve")
     changed_paths = set()
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        path = rng.choice([one for one in names if one in files])
+        path = rng.choice([name for name in names if name in files])
         kind = rng.choice(KINDS)
         changed_paths.add(path)
         if kind in {"swap", "copy"}:
-            other = rng.choice([one for one in names if one in files])
+            other = rng.choice([name for name in names if name in files])
             if kind == "swap":
                 files[path], files[other] = files[other], files[path]
                 changed_paths.add(other)
@@ -69,17 +69,17 @@ def corrupt_directory(rng):
 
 
 def change_content(rng, content, kind):
-    at = rng.randrange(len(content) or 1)
+    offset = rng.randrange(len(content) or 1)
     if kind == "cut":
-        return content[:at]
+        return content[:offset]
     if kind == "grow":
         return content + rng.choice((bytes(100), rng.randbytes(100), content[-64:]))
     content = bytearray(content or b"\0")
     if kind == "flip":
-        content[at] ^= 1 << rng.randrange(8)
+        content[offset] ^= 1 << rng.randrange(8)
         return bytes(content)
     page = rng.choice((512, 4096))
-    start = at // page * page
+    start = offset // page * page
     end = min(len(content), start + page)
     content[start:end] = bytes(end - start) if kind == "zero page" else rng.randbytes(end - start)
     return bytes(content)
@@ -160,7 +160,8 @@ def check_result(seed):
         unreadable = read_all(log, history)
         was_wrong = bool(unreadable) or log.suspect or log.last_session < 0
         assert (
-            unreadable <= {one for first, last in log.damaged for one in range(first, last + 1)}
+            unreadable
+            <= {number for first, last in log.damaged for number in range(first, last + 1)}
             or log.suspect
         )
         if log.max_id < len(history.records) - 1:

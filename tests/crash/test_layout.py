@@ -1,6 +1,6 @@
-"""Waltz 0.13 can read the files that this version writes, and the reverse; also after crashes.
+"""Waltz 0.13 and this version can read each other's files, also after crashes.
 
-`layout.py`, written from the description of the files, stands for Waltz 0.13.
+`layout.py` replaces Waltz 0.13; it was written from the description of the files.
 """
 
 import json
@@ -101,7 +101,7 @@ def test_after_a_crash_waltz_0_13_finds_all_acknowledged_records(scenario):
     assert found > 100
 
 
-# ---- the other way round
+# ---- this version reads files of Waltz 0.13
 
 
 def golden(name, index=0):
@@ -170,8 +170,8 @@ def original_directory(*, counts, mark, torn):
     for count in counts:
         rng = Random(first)
         records = [
-            layout.record(one, rng.randbytes(rng.randint(0, 300)))
-            for one in range(first, first + count)
+            layout.record(number, rng.randbytes(rng.randint(0, 300)))
+            for number in range(first, first + count)
         ]
         seg, idx = layout.segment(KEY, 0, first, records)
         files[ROOT / "0" / f"{first:019d}.seg"] = seg

@@ -53,8 +53,9 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     world.close()
     wrong, notes = verification_texts(write_to_directory(world.disk, tmp_path / "closed"))
     assert wrong == []
-    # The original's structure is written behind our slot, so that a crash may leave it behind.
-    assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
+    # The structure of Waltz 0.13 is written after the slot of this version. So after a crash, it
+    # may be older than the slot.
+    assert [note for note in notes if "expected session" not in note] == [NOT_ASSIGNED]
 
 
 @pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
@@ -96,13 +97,13 @@ def test_any_changed_byte_of_a_closed_log_is_found(tmp_path, seed):
     rng = Random(seed)
     suffix = rng.choice((".seg", ".seg", ".seg", ".chn", ".idx"))
     path = rng.choice(segment_files(directory, suffix))
-    at = rng.randrange(path.stat().st_size)
-    flip_byte(path, at, rng.randint(1, 255))
+    offset = rng.randrange(path.stat().st_size)
+    flip_byte(path, offset, rng.randint(1, 255))
     wrong, notes = verification_texts(directory)
-    if suffix != ".chn" and 4 <= at < 12:
+    if suffix != ".chn" and 4 <= offset < 12:
         assert any(f"{path.name} at 4: header: created at" in one for one in notes)
         return
-    assert any(path.name in one for one in wrong), (path.name, at)
+    assert any(path.name in one for one in wrong), (path.name, offset)
 
 
 @settings(max_examples=40)
@@ -119,7 +120,7 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
     at = data.draw(st.integers(0, size - 1))
     flip_byte(directory / name, at, data.draw(st.integers(1, 255)))
     wrong, _ = verification_texts(directory)
-    is_created = name == "waltz-storage.ctl" and 4 <= at < 12  # a time, which nothing is bound to
+    is_created = name == "waltz-storage.ctl" and 4 <= at < 12  # creation time: not checked
     assert is_created or wrong, (name, at)
 
 
@@ -183,11 +184,11 @@ def test_any_bytes_are_decoded_without_an_exception(data, position):
 
 
 def test_the_second_crc_is_crc_32():
-    assert struct.pack(">I", layout.crc32(b"hello-0")).hex() == "154677bc"  # the original's
+    assert struct.pack(">I", layout.crc32(b"hello-0")).hex() == "154677bc"  # as in Waltz 0.13
 
 
 def cut_in_a_batch(world):
-    """Truncate a log within its last batch but one; both batches are trusted."""
+    """Truncate a log within its second-last batch; both batches are trusted."""
     for counts in ([9], [2], [1]):
         world.append(counts)
         world.sync()

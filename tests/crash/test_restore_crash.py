@@ -4,9 +4,10 @@ Its steps are changes of the archive's directory and writes to ZooKeeper. The se
 files and znodes of the steps before the kill or the loss of power.
 
 Rules:
-    1. The second run has one of three results. It restores the cluster. Or it reports that the
-       cluster exists, because the first run was complete. Or it reports that remains of the first
-       run must be deleted first.
+    1. The second run has one of three results:
+       - it restores the cluster,
+       - it reports that the cluster exists, because the first run was complete,
+       - it reports that the operator must first delete remains of the first run.
     2. The manifest of a restored cluster, and the pin that keeps its objects, are durable before
        ZooKeeper refers to them.
 """
@@ -32,7 +33,7 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_sim.world.crash import DiskState, KeepNone, PositionMarker, changes_of
 
 ROOT_NODE = "/waltz/shop"
-END = 94  # of the second batch of the log that is longer than a row group
+END = 94  # the end of the log's second batch, which is longer than a row group
 WRITE = WriteWithTasks(WriteState({PARTITION_ID: 3}, 1_000), dict.fromkeys(range(20), TASK))
 
 
@@ -138,7 +139,7 @@ def test_a_restore_killed_after_any_step_can_be_repeated(backed_up, tmp_path, mo
             again.delete_remains()
             assert again.restore() == (0, "")
         again.check()
-    # Files come first, then several writes to ZooKeeper, the last of which makes the cluster.
+    # The command first writes files, and then to ZooKeeper. Its last write creates the cluster.
     kinds = sorted(set(outcomes), key=outcomes.index)
     assert kinds == ["restored", "remains", "exists"]
     assert outcomes == sorted(outcomes, key=kinds.index)
@@ -161,13 +162,15 @@ def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monke
     assert first.restore() == (0, "")
     steps = first.recorder.changes
     written = next(
-        at for at in range(len(backed_up), len(steps)) if isinstance(steps[at], PositionMarker)
+        index
+        for index in range(len(backed_up), len(steps))
+        if isinstance(steps[index], PositionMarker)
     )
     disk_state = DiskState()
     for change in steps[:written]:
         disk_state.apply_change(change)
     contents = disk_state.contents_after_crash(KeepNone())
-    assert any("pins" in each.parts for each in contents.files)
-    writes = [each for each in steps[written:] if isinstance(each, PositionMarker)]
+    assert any("pins" in file.parts for file in contents.files)
+    writes = [step for step in steps[written:] if isinstance(step, PositionMarker)]
     assert len(writes) > 2
     RestoredWorld(tmp_path, [*changes_of(contents), *writes], monkeypatch).check()

@@ -23,7 +23,7 @@ ROOT = Path("/storage")
 SETTINGS = LogSettings(bytes(range(16)), 900, lambda: 7)
 UNCHANGED, CHANGED = 0, 1
 SESSION, NONCE = 5, b"a nonce of owner"
-LAST = 15  # of the log that is there at first, over several segments
+LAST = 15  # the last ID of the initial log, which has several segments
 
 
 def open_engine(disk):
@@ -43,7 +43,7 @@ def fill(log, rng):
 def append(log, counts, rng):
     for count in counts:
         records, entries = make_batches(log.max_id + 1, [count], log.promised, log.chain, rng)
-        lengths = np.array([len(one) for one in records], dtype=np.int64)
+        lengths = np.array([len(record) for record in records], dtype=np.int64)
         log.append(log.promised, log.max_id + 1, lengths, b"".join(records), log.chain, entries)
         log.sync()
 
@@ -113,7 +113,7 @@ def check_removed(directory):
 
 def check_unassigned(directory):
     assert not directory.is_held()
-    directory.log()  # the storage that gets it back finds it as it was
+    directory.log()  # if the partition is assigned again, its log is unchanged
     directory.check_whole(CHANGED)
 
 

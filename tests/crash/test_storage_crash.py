@@ -41,7 +41,7 @@ def test_power_loss_during_recovery_from_a_power_loss(seed):
     for _ in range(3):
         run_until_power_loss(world, 15, world.rng.randint(1, 80))
         world.disk.lose_power(Survival.ANY_SECTORS, world.rng)
-        for reach in (3, 25, 25):  # an open changes more than three things
+        for reach in (3, 25, 25):  # an opening has more than three steps
             world.disk.plan_fault(
                 world.disk.step_count + world.rng.randint(1, reach), DiskFault.POWER_LOSS
             )
@@ -73,7 +73,7 @@ def scenario(world):
 
 
 def test_power_loss_at_every_step_of_a_scenario():
-    """Each step with another set of surviving changes; `test_matrix.py` tries all at each step."""
+    """Each step has other surviving changes; `test_matrix.py` tries all sets at each step."""
     step = 0
     lost = True
     while lost:
@@ -163,7 +163,7 @@ def test_a_failed_append_across_segments_leaves_no_records_behind(seed, fault):
         try:
             world.prepare_after_error()
         except DiskFailed:
-            continue  # the slots failed: nothing more until the next open
+            continue  # the writes of the slots failed: no further call until the next open
         check_after_error(world)
         world.check_new_session()
         world.lose_power(world.rng.choice(ALL_SURVIVALS))

@@ -35,15 +35,15 @@ def rot(world):
     paths = [path for path, content in sorted(disk.files().items()) if content]
     path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])
     content = bytearray(disk.visible_content(path))
-    at = rng.randrange(len(content))
+    offset = rng.randrange(len(content))
     how = rng.choice(("flip", "zero", "cut"))
     if how == "flip" or path.suffix == ".ctl":
-        content[at] ^= 1 << rng.randrange(8)
+        content[offset] ^= 1 << rng.randrange(8)
     elif how == "zero":
-        end = min(len(content), at + rng.choice((8, 100, 512)))
-        content[at:end] = bytes(end - at)
+        end = min(len(content), offset + rng.choice((8, 100, 512)))
+        content[offset:end] = bytes(end - offset)
     else:
-        del content[at:]
+        del content[offset:]
     disk.write_durably(path, bytes(content))
 
 
@@ -85,7 +85,9 @@ def test_corruption_is_reported_and_never_served(seed):
     except Damaged:
         return
     damaged = read_and_compare(world)
-    assert damaged <= {one for first, last in world.log.damaged for one in range(first, last + 1)}
+    assert damaged <= {
+        number for first, last in world.log.damaged for number in range(first, last + 1)
+    }
     if world.log.suspect:
         return
     assert world.log.max_id >= safe
@@ -146,11 +148,11 @@ def corrupt_file(rng, files):
             kinds.setdefault(path.suffix, []).append(path)
     path = rng.choice(kinds[rng.choice((".seg", ".idx", ".chn", ".chn"))])
     content = bytearray(files[path])
-    at = rng.randrange(len(content))
+    offset = rng.randrange(len(content))
     if rng.random() < 0.5:
-        content[at] ^= 1 << rng.randrange(8)
+        content[offset] ^= 1 << rng.randrange(8)
     else:
-        start = at // 512 * 512
+        start = offset // 512 * 512
         content[start : start + 512] = bytes(len(content[start : start + 512]))
     return path, bytes(content)
 
@@ -183,7 +185,7 @@ def check_result(world, files, spoiled_path):
 
 @pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 24))
 def test_confirmed_records_are_never_truncated_silently(first):
-    """One corruption, at the start after an unclean stop."""
+    """One file is corrupted when the storage starts after an unclean stop."""
     ended = Counter()
     for seed in range(first, first + 24):
         world = world_with_failures(seed)

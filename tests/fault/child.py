@@ -8,7 +8,7 @@ from tests.time_limits import TEST_TIMEOUT_S
 
 
 class ChildProcess:
-    """A process, which the subclass starts."""
+    """A process; a subclass returns its command line."""
 
     process: subprocess.Popen[str]
 

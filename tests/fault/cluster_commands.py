@@ -1,4 +1,4 @@
-"""Commands that change a cluster under load, and a check that its replicas are equal."""
+"""Runs commands that change a cluster under load, and checks that its replicas are equal."""
 
 import asyncio
 import json
@@ -99,8 +99,8 @@ def assigned_replicas(cluster: LocalCluster) -> dict[int, set[str]]:
     assert isinstance(storages, dict)
     assert isinstance(partitions, dict)
     return {
-        int(each): {name for name, held in storages.items() if int(each) in held}
-        for each in partitions
+        int(partition): {name for name, held in storages.items() if int(partition) in held}
+        for partition in partitions
     }
 
 
@@ -125,7 +125,7 @@ def partitions_not_engaged(cluster: LocalCluster) -> list[int]:
 
 
 def _unequal_partitions(cluster: LocalCluster) -> list[int]:
-    names = {f"127.0.0.1:{each.port}": each.name for each in cluster.members}
+    names = {f"127.0.0.1:{member.port}": member.name for member in cluster.members}
     found = []
     for number, assigned in assigned_replicas(cluster).items():
         first, *others = [_segment_files(cluster, names[each], number) for each in sorted(assigned)]

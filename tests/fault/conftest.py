@@ -9,7 +9,7 @@ from tests.fault.load import Scenario
 from tests.postgres import PostgresServer, postgres
 from waltz_core.local import LocalCluster, running_cluster
 
-__all__ = ["postgres"]  # a fixture is found where it is named
+__all__ = ["postgres"]  # pytest finds a fixture only in modules that import it
 
 # The shortest session that ZooKeeper grants with its ticks of half a second is one second.
 SESSION_MS = 1_500
@@ -23,9 +23,9 @@ def module_scenario(
     settings: dict[str, dict[str, object]] = {
         kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
     }
-    where = tmp_path_factory.mktemp("cluster")
+    directory = tmp_path_factory.mktemp("cluster")
     storage_count = getattr(request.module, "STORAGE_COUNT", 3)
-    with running_cluster(where, settings=settings, storage_count=storage_count) as cluster:
+    with running_cluster(directory, settings=settings, storage_count=storage_count) as cluster:
         yield Scenario(cluster)
 
 
@@ -37,7 +37,8 @@ def scenario(module_scenario: Scenario) -> Iterator[Scenario]:
         module_scenario.cluster.start(member.name)
 
 
-# The bank does the same with both. `test_sql_instances.py` has short tests of PostgreSQL.
+# The bank's statements are the same for both databases. `test_sql_instances.py` has short tests of
+# PostgreSQL.
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the URL of an empty database."""

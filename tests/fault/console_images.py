@@ -40,11 +40,14 @@ def main() -> None:
 def append_bookings(cluster: LocalCluster) -> None:
     """Append transactions of two clients, some of which conflict."""
     random = Random(7)
-    with WaltzClient(cluster.connect) as one, WaltzClient(cluster.connect) as other:
+    with (
+        WaltzClient(cluster.connect) as first_client,
+        WaltzClient(cluster.connect) as second_client,
+    ):
         for number in range(TRANSACTION_COUNT):
             booking = {"seat": f"{number % 30}{random.choice('ABCDEF')}", "price": number % 90}
             partition = random.randrange(6)
-            client = random.choice((one, other))
+            client = random.choice((first_client, second_client))
             mark = client.high_water_mark(partition)
             data, seat_lock = json.dumps(booking).encode(), lock("seat", booking["seat"])
             stale = mark - 1 if number % 9 == 0 else mark

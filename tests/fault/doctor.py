@@ -25,7 +25,7 @@ ROUNDS_MAX, ROUND_S = 4, 10.0
 PAUSE_S = 0.2  # between two runs of the doctor, because no process reports its findings
 PARTITIONS, ROWS = 2, 5
 CRC_BYTES = 4  # at the end of a record
-# A doctor on another machine knows nothing of the processes on this machine.
+# A doctor on another machine cannot see the processes of this machine.
 ABSENT_DIRECTORY = Path("/nonexistent")
 
 
@@ -66,9 +66,9 @@ class DiagnosedCluster:
 
     def cluster(self) -> LocalCluster:
         """Return the current state of the cluster; printed commands may have started processes."""
-        found = LocalCluster(self.directory, settings=self._settings)
-        self.started.append(found)
-        return found
+        cluster = LocalCluster(self.directory, settings=self._settings)
+        self.started.append(cluster)
+        return cluster
 
     def write(self, connect: str) -> None:
         """Commit some rows in each partition."""
@@ -104,7 +104,7 @@ class DiagnosedCluster:
             )
 
     def end_daemons(self) -> None:
-        """End the daemons that were started so."""
+        """End the daemons that `run_daemon` has started."""
         while self.daemons:
             daemon = self.daemons.pop()
             daemon.terminate()
@@ -124,7 +124,8 @@ def run_doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
         found = main(["doctor", "--json", "--timeout-s", "1.5", *words])
     report = json.loads(out.getvalue())
     assert found == (0 if report["is_healthy"] else 1)
-    # A cluster that becomes unreachable while the doctor looks is not healthy, without a finding.
+    # If the cluster becomes unreachable while the doctor runs, it is not healthy, although there is
+    # no finding.
     assert not (report["is_healthy"] and report["findings"])
     assert code is None or found == code
     findings: list[dict[str, str]] = report["findings"]
@@ -145,10 +146,10 @@ def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
     """Wait until the doctor has exactly these findings; return them."""
     deadline = time.monotonic() + TEST_TIMEOUT_S
     while True:
-        found = run_doctor(*words)
-        if set(names) == {each["name"] for each in found}:
-            return found
-        assert time.monotonic() < deadline, f"expected the findings {set(names)}, found {found}"
+        findings = run_doctor(*words)
+        if set(names) == {finding["name"] for finding in findings}:
+            return findings
+        assert time.monotonic() < deadline, f"expected the findings {set(names)}, found {findings}"
         time.sleep(PAUSE_S)
 
 
@@ -178,14 +179,14 @@ def _commands_in(found: list[dict[str, str]]) -> list[str]:
 def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> None:
     """Run the doctor's commands until it has no findings.
 
-    Programs of the system that are printed are looked for in `first_on_path` before all others.
+    The directory `first_on_path` precedes all others in the PATH of the printed commands.
     """
     outputs: list[str] = []
     for _ in range(ROUNDS_MAX):
         commands = _commands_in(found)
         for line in commands:
-            # Commands that may lose data, or that need the knowledge of the operator, need a
-            # decision. This test makes the decision.
+            # The doctor does not decide about commands that may lose data, or that need the
+            # knowledge of the operator. This test runs them.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
             outputs.append(run_printed_command(words, *first_on_path))

@@ -2,7 +2,7 @@
 
     python -m tests.fault.hanging_server FILE CONFIG
 
-Only the main thread hangs: the other threads, kazoo's among them, run.
+Only the main thread hangs. The other threads run, also those of kazoo, the ZooKeeper client.
 """
 
 import signal

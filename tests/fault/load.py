@@ -29,7 +29,7 @@ from waltz_core.records.batches import encode_append
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 BATCH_ROWS, BATCHES_IN_FLIGHT = 20, 8
-# Between two bursts of IN_FLIGHT batches: a load keeps the log in use without using all CPU.
+# The pause between two bursts of batches. So a load appends all the time, without using all CPU.
 PAUSE_S = 0.2
 CREATION_TIME_END = 12  # a segment begins with 4 bytes of version and 8 of creation time
 
@@ -73,8 +73,8 @@ def paused_process(cluster: LocalCluster, name: str) -> Iterator[None]:
     def all_stopped() -> bool:
         """Whether each thread has stopped; one may still be executing a rename."""
         try:
-            states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
-        except (FileNotFoundError, ProcessLookupError):  # one has just ended
+            states = [path.read_text().rpartition(") ")[2][0] for path in threads.glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
             return False
         return {*states} == {"T"}
 
@@ -187,10 +187,10 @@ class Load:
             pending = self._pending.popleft()
             four_writers.set_outcomes(pending)
             self.ledger += pending.recorded
-            outcomes = [each.outcome for each in pending.recorded]
+            outcomes = [record.outcome for record in pending.recorded]
             self.committed += outcomes.count(four_writers.OK)
             self.failure_reasons += [
-                each.why for each in pending.recorded if each.outcome in ("lost", "unknown")
+                record.why for record in pending.recorded if record.outcome in ("lost", "unknown")
             ][:1]
             try:
                 outcome = pending.future.result()
@@ -262,8 +262,8 @@ def show_cluster(cluster: LocalCluster) -> dict[str, object]:
     """Return the output of `waltz-core cluster show --json`."""
     result = run_command("cluster", "show", cluster.connect, "--json")
     assert result.returncode == 0, result.stderr
-    found: dict[str, object] = json.loads(result.stdout)
-    return found
+    document: dict[str, object] = json.loads(result.stdout)
+    return document
 
 
 def show_partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
@@ -275,7 +275,7 @@ def show_partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
 
 def owner_addresses(cluster: LocalCluster) -> set[object]:
     """Return the addresses of the servers that own partitions."""
-    return {each["server"] for each in show_partitions(cluster).values()}
+    return {shown["server"] for shown in show_partitions(cluster).values()}
 
 
 def start_zookeeper(cluster: LocalCluster) -> None:

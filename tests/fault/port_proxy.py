@@ -22,7 +22,7 @@ class PortProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate")
         self._server: asyncio.Server | None = None
         self._forwarding_tasks: set[asyncio.Task[None]] = set()
-        # While it is cleared nothing is carried, and connections stay.
+        # While this event is not set, the proxy forwards no bytes, and keeps its connections.
         self._is_forwarding = asyncio.Event()
         self._is_forwarding.set()
         self._answers_left = -1

@@ -1,7 +1,7 @@
 """The metrics of a running cluster as series of Prometheus, and the alerts that they fire.
 
-A fault of a test lasts seconds, and an alert waits for minutes. So the last values of gauges are
-repeated, and counters continue to grow at the rate that the samples have.
+A fault of a test lasts seconds, but an alert waits for minutes. So the series are extended: the
+last values of gauges are repeated, and counters continue to grow at the rate of the samples.
 """
 
 import re
@@ -38,7 +38,7 @@ class SampledPeriod(NamedTuple):
     last: MetricsSample
 
     def linear_values(self, name: str) -> LinearValues | None:
-        """Return how a series continues at the end of this time."""
+        """Return the value and the growth of a series at the end of the period."""
         value = self.last.values.get(name)
         if value is None:
             return None
@@ -80,10 +80,10 @@ def expect_alerts(
     while True:
         time.sleep(PAUSE_S)  # daemons update their metrics once a second
         period = SampledPeriod(first, sample_metrics(cluster))
-        found = {each.name for each in _alerts_between(before or period, period, directory)}
-        if found == wanted:
+        names = {each.name for each in _alerts_between(before or period, period, directory)}
+        if names == wanted:
             return period
-        assert time.monotonic() < deadline, f"expected the alerts {set(wanted)}, found {found}"
+        assert time.monotonic() < deadline, f"expected the alerts {set(wanted)}, found {names}"
 
 
 def _alerts_between(

@@ -1,8 +1,8 @@
 """One of several processes that apply a log to one database; `test_sql_instances.py` starts it.
 
-It prints "ready" when its feeds have started, and runs until its input ends. After SIGUSR1 the next
-transaction that it applies (with `--together` the next batch of several) never ends: the process
-prints "inside" after it has made the changes, and commits nothing.
+It prints "ready" when its feeds have started, and runs until its input ends. After SIGUSR1, the
+next transaction that it applies never ends (with `--together`, the next batch of several). The
+process makes the changes, prints "inside", and commits nothing.
 """
 
 import argparse
@@ -57,7 +57,8 @@ class SumCallbacks(SqlCallbacks):
         total = connection.execute(
             sa.select(SUMS.c.total).where(SUMS.c.partition_id == partition)
         ).scalar_one()
-        # From a value that was read: with a concurrent writer this value is old.
+        # The new sum is computed from a value that was read before, which a concurrent writer may
+        # have changed.
         connection.execute(
             SUMS.update()
             .where(SUMS.c.partition_id == partition)
@@ -69,17 +70,20 @@ class SumCallbacks(SqlCallbacks):
 
 
 class BatchSumCallbacks(SumCallbacks):
-    """As `SumCallbacks`, with one statement for a batch."""
+    """Like `SumCallbacks`, but with one statement for a batch."""
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
         """Add all."""
         partition = int(transactions[0].partition_id)
         shared = {"partition_id": partition, "applied_by": self._name}
-        entries = [{"transaction_id": int(each.transaction_id), **shared} for each in transactions]
+        entries = [
+            {"transaction_id": int(transaction.transaction_id), **shared}
+            for transaction in transactions
+        ]
         connection.execute(ENTRIES.insert(), entries)
         is_in_partition = SUMS.c.partition_id == partition
         total = connection.execute(sa.select(SUMS.c.total).where(is_in_partition)).scalar_one()
-        added = sum(each.header for each in transactions)
+        added = sum(transaction.header for transaction in transactions)
         connection.execute(SUMS.update().where(is_in_partition).values(total=total + added))
         if self.should_block and len(transactions) > 1:
             print_word("inside")

@@ -23,7 +23,7 @@ def inject_errors(scenario: Scenario, storage: str, *options: str) -> Iterator[N
     command = [tool, "-f", "-qq", "-p", str(process.pid), "-o", "/dev/null", *options]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        # It says nothing when it is attached; the kernel does.
+        # strace prints nothing when it is attached, so the status in /proc is polled.
         status = Path(f"/proc/{process.pid}/status")
         wait_until(
             "strace is attached",

@@ -58,12 +58,12 @@ def events_of(log: Path) -> list[dict[str, object]]:
 
 
 def with_request(events: list[dict[str, object]], name: str, request: str) -> list[object]:
-    """Return the events of a name that have a request ID, or a run of IDs that starts with it."""
+    """Return the events with this name and request ID, or a range of IDs that begins with it."""
     return [
-        each
-        for each in events
-        if each.get("event") == name
-        and request in (each.get("request"), str(each.get("requests")).partition("..")[0])
+        event
+        for event in events
+        if event.get("event") == name
+        and request in (event.get("request"), str(event.get("requests")).partition("..")[0])
     ]
 
 
@@ -83,7 +83,9 @@ def test_an_append_is_found_by_its_request_id_in_all_logs(
             futures = [client.append(b"row %d" % row, partition=0) for row in range(ROWS)]
             ids = [future.result(TEST_TIMEOUT_S) for future in futures]
             assert ids == list(range(ROWS))
-            sent = [each for each in caplog.messages if each.startswith("client.append_sent ")]
+            sent = [
+                message for message in caplog.messages if message.startswith("client.append_sent ")
+            ]
             request = sent[0].partition("request=")[2]
             assert request == f"{client.client_id}.{request.split('.', 1)[1]}"
             wait_until(
@@ -96,9 +98,9 @@ def test_an_append_is_found_by_its_request_id_in_all_logs(
             )
             assert with_request(events_of(server), "server.append_received", request)
             assert any(
-                each.startswith(f"client.append_answered request={request} rows=")
-                and "committed=0" in each
-                for each in caplog.messages
+                message.startswith(f"client.append_answered request={request} rows=")
+                and "committed=0" in message
+                for message in caplog.messages
             )
     finally:
         cluster.down()

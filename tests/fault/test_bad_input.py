@@ -270,13 +270,13 @@ def is_full(scenario: Scenario, storage: str) -> bool:
                 f"http://127.0.0.1:{port}/{name}", timeout=TEST_TIMEOUT_S
             ) as page:
                 pages.append(page.read().decode())
-        except urllib.error.HTTPError as error:  # It is not well, and says so.
+        except urllib.error.HTTPError as error:  # An unhealthy storage answers with an HTTP error.
             pages.append(error.read().decode())
         except OSError:
             return False
-    found = json.loads(pages[0])
-    assert not (found["is_full"] and found["is_healthy"])
-    return bool(found["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
+    document = json.loads(pages[0])
+    assert not (document["is_full"] and document["is_healthy"])
+    return bool(document["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
 
 
 def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseException]:
@@ -298,7 +298,7 @@ def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseExcept
 
 
 def test_undecodable_nodes_end_no_daemon(scenario: Scenario):
-    """A damaged node ended every storage, or every server, at once."""
+    """In an earlier version, a damaged node ended all storages or all servers at once."""
     hosts, _, root = scenario.cluster.connect.partition("/")
     zookeeper = KazooClient(hosts)
     zookeeper.start(timeout=TEST_TIMEOUT_S)

@@ -30,13 +30,15 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     }
     with running_cluster(
         tmp_path, settings=settings, storage_count=1, partition_count=PARTITIONS
-    ) as found:
-        yield found
+    ) as cluster:
+        yield cluster
 
 
 def owned(cluster: LocalCluster) -> dict[int, tuple[object, object]]:
     """Return owner and generation of each partition."""
-    return {p: (each["server"], each["generation"]) for p, each in show_partitions(cluster).items()}
+    return {
+        p: (shown["server"], shown["generation"]) for p, shown in show_partitions(cluster).items()
+    }
 
 
 def is_alone(cluster: LocalCluster) -> bool:
@@ -57,9 +59,9 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     def write() -> None:
         with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
             while not is_over.is_set():
-                show_partitions = [HOT] * 9 + list(range(PARTITIONS))
-                appended = [client.append(b"x", partition=each) for each in show_partitions]
-                for partition, future in zip(show_partitions, appended, strict=True):
+                targets = [HOT] * 9 + list(range(PARTITIONS))
+                appended = [client.append(b"x", partition=target) for target in targets]
+                for partition, future in zip(targets, appended, strict=True):
                     future.result()
                     counts[partition] += 1
 
@@ -68,7 +70,7 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     try:
         wait_until("the hot partition has its own server", lambda: is_alone(cluster))
         is_calm = threading.Event()
-        is_calm.wait(CALM_S)  # no event shows that nothing moves: only time does
+        is_calm.wait(CALM_S)  # no event shows that no partition moves, so the test must wait
         after = owned(cluster)
         is_calm.wait(CALM_S)
         assert owned(cluster) == after

@@ -46,7 +46,7 @@ class Process(ChildProcess):
         self.run(self._command)
 
     def await_commits(self) -> None:
-        """Wait until it has done some more."""
+        """Wait until the teller has completed three more commands."""
         wanted = self._committed_count() + 3
         wait_until(f"{self.journal.stem} continues", lambda: self._committed_count() >= wanted)
 
@@ -62,12 +62,12 @@ def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[
     engine = create_engine(database)
     bank = bank_desk.Bank(connect, engine)
     for account in range(1, ACCOUNT_COUNT + 1):
-        with suppress(bank_desk.Refused):  # the log may be another test's as well
+        with suppress(bank_desk.Refused):  # another test may have created the accounts in this log
             bank.open(account)
             bank.deposit(account, 10_000)
     bank.close()
     engine.dispose()
-    # Its name is in its keys, which no other test's may have.
+    # The teller's name is in its keys, so it must differ from the names in other tests.
     names = [f"{tmp_path.name}-{number}" for number in range(TELLER_COUNT)]
     started = [Process(connect, database, tmp_path / f"{name}.journal") for name in names]
     yield started
@@ -78,8 +78,8 @@ def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[
 def test_the_balances_are_correct_after_each_process_has_been_killed(
     scenario: Scenario, database: str, tellers: list[Process]
 ) -> None:
-    for each in tellers:
-        each.await_commits()
+    for teller in tellers:
+        teller.await_commits()
     for number, name in enumerate(KILLED_ORDER):
         victim = tellers[number % TELLER_COUNT]
         if name == "teller":
@@ -90,9 +90,9 @@ def test_the_balances_are_correct_after_each_process_has_been_killed(
             victim.await_commits()
             scenario.cluster.start(name)
         victim.await_commits()
-    for each in tellers:
-        each.end()
-    journaled = [line for each in tellers for line in bank_teller.read_journal(each.journal)]
+    for teller in tellers:
+        teller.end()
+    journaled = [line for teller in tellers for line in bank_teller.read_journal(teller.journal)]
     assert any("repeated" in line for line in journaled), "no teller was killed in the middle"
     engine = create_engine(database)
     bank = bank_desk.Bank(scenario.cluster.connect, engine)
@@ -105,7 +105,7 @@ def test_the_balances_are_correct_after_each_process_has_been_killed(
     assert books == ledger.accounts
     assert sum(cents for cents, _ in books.values()) == ledger.brought_in
     assert all(
-        sum(each[3] for each in bank.history(account)) == cents
+        sum(movement[3] for movement in bank.history(account)) == cents
         for account, (cents, _) in books.items()
     )
     bank.close()
@@ -217,7 +217,7 @@ def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
     for line in (f"{one} 0.00 deactivated", f"{two} 12.50", f"account {one} is deactivated"):
         assert line in printed
     assert any(line.endswith(f"12.50 from {one}") for line in printed)
-    for _ in range(2):  # given again it is done once
+    for _ in range(2):  # a repeated command takes effect once
         result = bank_commands("deposit", str(two), "1", "--id", f"gift-{two}")
         assert (result.returncode, result.stdout) == (0, f"account {two} holds 13.50\n")
     result = bank_commands("withdraw", str(two), "1,000")
@@ -236,14 +236,14 @@ class InterruptedBank(bank_desk.Bank):
 
 
 def in_two_partitions(bank: bank_desk.Bank, first_account: int) -> tuple[int, int]:
-    """Return two accounts that no one entry can change together."""
-    one = first_account
-    two = next(
-        each
-        for each in range(first_account + 1, first_account + 50)
-        if bank.partition_of_account(each) != bank.partition_of_account(one)
+    """Return two accounts in different partitions, which no single entry can change."""
+    first = first_account
+    second = next(
+        number
+        for number in range(first_account + 1, first_account + 50)
+        if bank.partition_of_account(number) != bank.partition_of_account(first)
     )
-    return one, two
+    return first, second
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

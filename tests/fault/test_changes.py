@@ -115,7 +115,8 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
         assert result["moved"] == cluster.partition_count
         load.await_commits()
         assert storages_of(scenario) == {*(storages_of(scenario) - {dead}), fresh}
-        # A cluster that has lost one more continues: the new one counts.
+        # The cluster continues after it has lost another storage, so the new storage is in the
+        # quorum.
         cluster.kill("storage-2")
         load.await_commits()
         cluster.start("storage-2")
@@ -143,11 +144,11 @@ def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario
 
 
 def test_every_change_has_an_audit_entry(scenario: Scenario):
-    found = run_successful(scenario.cluster, "audit")
-    subcommands = [each["command"].split()[1] for each in found]
+    result = run_successful(scenario.cluster, "audit")
+    subcommands = [each["command"].split()[1] for each in result]
     for subcommand in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
         assert subcommand in subcommands
     assert "verify" not in subcommands
-    outcomes = {each["outcome"].split(":")[0] for each in found}
+    outcomes = {each["outcome"].split(":")[0] for each in result}
     assert outcomes == {"done", "failed"}
-    assert all("@" in each["user"] and each["ended_ms"] >= each["begun_ms"] for each in found)
+    assert all("@" in each["user"] and each["ended_ms"] >= each["begun_ms"] for each in result)

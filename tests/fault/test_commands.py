@@ -35,15 +35,15 @@ pytestmark = pytest.mark.fault
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    where = tmp_path_factory.mktemp("commands") / "waltz"
-    with running_cluster(where, server_count=2, partition_count=2) as found:
-        hosts = found.connect.partition("/")[0]
-        # It is up when all partitions answer, which one server may own alone at first.
+    directory = tmp_path_factory.mktemp("commands") / "waltz"
+    with running_cluster(directory, server_count=2, partition_count=2) as cluster:
+        hosts = cluster.connect.partition("/")[0]
+        # A cluster is up when all partitions answer. At first, one server may own all of them.
         wait_until(
             "both servers own partitions",
-            lambda: json_output(found, "cluster", "list", hosts)[0]["servers"] == 2,
+            lambda: json_output(cluster, "cluster", "list", hosts)[0]["servers"] == 2,
         )
-        yield found
+        yield cluster
 
 
 class CommandOutput(NamedTuple):
@@ -55,11 +55,11 @@ class CommandOutput(NamedTuple):
 
 
 def output_of(cluster: LocalCluster, *words: str) -> CommandOutput:
-    """Give a command in this process: most of the time of a new one is its start."""
+    """Run a command in this process, because a new process takes long to start."""
     out, error = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WALTZ_CONNECT", cluster.connect)
-        patch.setattr(sys, "argv", ["waltz-core", *words])  # as the record has it
+        patch.setattr(sys, "argv", ["waltz-core", *words])  # the command that the audit log records
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             code = main()
     return CommandOutput(code, out.getvalue(), error.getvalue())
@@ -67,16 +67,16 @@ def output_of(cluster: LocalCluster, *words: str) -> CommandOutput:
 
 def json_output(cluster: LocalCluster, *words: str) -> Any:
     """Run a command with `--json` that must succeed; return its output."""
-    found = output_of(cluster, *words, "--json")
-    assert found.code == 0, found
-    return json.loads(found.out)
+    output = output_of(cluster, *words, "--json")
+    assert output.code == 0, output
+    return json.loads(output.out)
 
 
 def run_failing(cluster: LocalCluster, *words: str) -> str:
-    """Give a command that must fail; return its one sentence."""
-    found = output_of(cluster, *words)
-    assert (found.code, found.out) == (1, ""), found
-    *_, sentence = found.error.strip().splitlines()
+    """Run a command that must fail; return its error message of one line."""
+    output = output_of(cluster, *words)
+    assert (output.code, output.out) == (1, ""), output
+    *_, sentence = output.error.strip().splitlines()
     assert sentence.startswith("waltz-core: ")
     return sentence
 
@@ -90,7 +90,7 @@ def terminal() -> Iterator[tuple[int, list[str]]]:
     def read() -> None:
         with contextlib.suppress(
             OSError
-        ):  # Linux's way to say that no process has it open any more.
+        ):  # Linux reports this when no process has the terminal open.
             while chunk := os.read(terminal_end, 4096):
                 output.append(chunk.decode())
 
@@ -115,9 +115,9 @@ def test_a_cluster_is_listed_and_reports_its_key(cluster: LocalCluster):
 
 def test_the_log_is_valid_and_can_be_watched(cluster: LocalCluster):
     words = ("--clients", "3", "--transactions", "10", "--partitions", "2")
-    found = json_output(cluster, "client", "validate", *words)
-    assert (found["is_valid"], found["written"], found["checked"]) == (True, 30, 90)
-    first, last = found["ids"]["0"]
+    output = json_output(cluster, "client", "validate", *words)
+    assert (output["is_valid"], output["written"], output["checked"]) == (True, 30, 90)
+    first, last = output["ids"]["0"]
     assert json_output(cluster, "client", "high-water-mark", "--partition", "0") == {"0": last}
     produced = json_output(cluster, "client", "create-producer", "--transactions", "3")
     assert produced["ids"] == {"0": [last + 1, last + 3]}
@@ -132,39 +132,43 @@ def test_servers_report_their_partitions_and_the_peers_that_they_can_reach(clust
     one, other = (member_address(cluster, f"server-{each}") for each in (1, 2))
     output = json_output(cluster, "server", "add-preferred-partition", "all", one)
     assert output["owns"] == [0, 1]
-    listed = {each["address"]: each for each in json_output(cluster, "server", "list")["servers"]}
+    listed = {
+        server["address"]: server for server in json_output(cluster, "server", "list")["servers"]
+    }
     assert listed[one]["preferred"] == listed[one]["partitions"] == [0, 1]
     assert listed[other]["partitions"] == []
     json_output(cluster, "server", "remove-preferred-partition", "0-1", one)
     is_healthy = lambda: output_of(cluster, "server", "list").code == 0  # noqa: E731
     wait_until("the servers are healthy", is_healthy)
-    # A cluster takes appends when a quorum of its storages runs.
+    # A cluster accepts appends when a quorum of its storages runs.
     reaches_all = lambda: output_of(cluster, "cluster", "check-connectivity").code == 0  # noqa: E731
     wait_until("all storages run", reaches_all)
     reach = json_output(cluster, "cluster", "check-connectivity")
     assert reach["is_healthy"]
     assert len(reach["connections"]) == 2 * (1 + 3)
-    where = f"127.0.0.1:{cluster.member('storage-1').http_port}"
+    address = f"127.0.0.1:{cluster.member('storage-1').http_port}"
     match = ("--match", "waltz_storage_last_transaction")
-    assert json_output(cluster, "storage", "metrics", where, *match).keys() >= {
+    assert json_output(cluster, "storage", "metrics", address, *match).keys() >= {
         'waltz_storage_last_transaction{partition="0"}'
     }
 
 
 def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: LocalCluster):
     wait_until("the cluster is healthy", lambda: output_of(cluster, "cluster", "verify").code == 0)
-    found = json_output(cluster, "cluster", "verify", "--by-partition")
-    assert found["passed"]
-    assert all(all(checks.values()) for checks in found["partitions"].values())
+    output = json_output(cluster, "cluster", "verify", "--by-partition")
+    assert output["passed"]
+    assert all(all(checks.values()) for checks in output["partitions"].values())
     storage = member_address(cluster, "storage-2")
     at = ("--storage", storage, "--partition", "1")
     json_output(cluster, "storage", "availability", *at, "--online", "false")
     failed = output_of(cluster, "cluster", "verify", "--by-partition", "--json")
     assert failed.code == 1
-    found = json.loads(failed.out)
-    assert all(found["partitions"]["0"].values())
-    assert not found["partitions"]["1"]["storage"]
-    (repair,) = [each for each in found["findings"] if "has taken its replica offline." in each]
+    document = json.loads(failed.out)
+    assert all(document["partitions"]["0"].values())
+    assert not document["partitions"]["1"]["storage"]
+    (repair,) = [
+        finding for finding in document["findings"] if "has taken its replica offline." in finding
+    ]
     words = repair.split("`")[1].split()[1:]
     assert output_of(cluster, *words).code == 0
     wait_until("the cluster is healthy", lambda: output_of(cluster, "cluster", "verify").code == 0)
@@ -211,20 +215,20 @@ def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
 def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     at = ("--connect", cluster.connect, "--json")
     load = ("--seconds", "1", "--writers", "8", "--lock-pool", "2", "--interval-ms", "1")
-    found = json.loads(output_of(cluster, "bench", "test-producers", *load, *at).out)
-    assert found["rows"] > 0
-    assert found["lost"] == found["duplicated"] == 0
-    assert found["extra"]["rejected"] > 0, "eight writers never met on two locks"
-    found = json.loads(output_of(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
-    assert found["rows"] >= 100
-    assert found["lost"] == found["duplicated"] == 0
+    document = json.loads(output_of(cluster, "bench", "test-producers", *load, *at).out)
+    assert document["rows"] > 0
+    assert document["lost"] == document["duplicated"] == 0
+    assert document["extra"]["rejected"] > 0, "eight writers never met on two locks"
+    document = json.loads(output_of(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
+    assert document["rows"] >= 100
+    assert document["lost"] == document["duplicated"] == 0
 
 
 # --- storages
 
 
 def storage_addresses(cluster: LocalCluster) -> list[str]:
-    return [f"127.0.0.1:{each.port}" for each in cluster.members if each.kind == "storage"]
+    return [f"127.0.0.1:{member.port}" for member in cluster.members if member.kind == "storage"]
 
 
 def append(cluster: LocalCluster, count: int) -> int:
@@ -236,7 +240,7 @@ def append(cluster: LocalCluster, count: int) -> int:
 
 def replica(cluster: LocalCluster, name: str, partition: int = 0) -> dict[str, object]:
     listed = json_output(cluster, "storage", "list", "--storage", name)
-    (found,) = [each for each in listed["replicas"] if each["partition"] == partition]
+    (found,) = [replica for replica in listed["replicas"] if replica["partition"] == partition]
     assert isinstance(found, dict)
     return found
 
@@ -254,7 +258,7 @@ def test_all_storages_match_the_assignment(cluster: LocalCluster):
     assert json_output(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
     listed = json_output(cluster, "storage", "list")
     assert len(listed["replicas"]) == 6
-    assert {each["state"] for each in listed["replicas"]} == {"online"}
+    assert {replica["state"] for replica in listed["replicas"]} == {"online"}
     last = append(cluster, 50)
     words = ("--storage", storage_addresses(cluster)[0], "--partition", "0-1")
     ids = json_output(cluster, "storage", "max-transaction-id", *words)
@@ -349,9 +353,9 @@ def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     ],
 )
 def test_invalid_requests_are_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
-    found = run_command("storage", *words)
-    assert found.returncode == 1, (found.stdout, found.stderr)
-    (line,) = found.stderr.strip().splitlines()
+    result = run_command("storage", *words)
+    assert result.returncode == 1, (result.stdout, result.stderr)
+    (line,) = result.stderr.strip().splitlines()
     assert sentence in line
 
 
@@ -363,9 +367,9 @@ def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
     assert "expected --storage HOST:PORT in addition to --connect" in run_failing(
         cluster, "storage", "re-seed", *at
     )
-    port = next(each.port for each in cluster.members if each.kind == "storage")
-    found = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
-    assert "expected the admin port of a storage, found a 'Waltz Storage Server'" in found.stderr
+    port = next(member.port for member in cluster.members if member.kind == "storage")
+    result = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
+    assert "expected the admin port of a storage, found a 'Waltz Storage Server'" in result.stderr
 
 
 # --- the end

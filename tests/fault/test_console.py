@@ -26,8 +26,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     find_chromium()  # otherwise there is nothing to test
-    where = tmp_path_factory.mktemp("console")
-    with running_cluster(where, storage_count=3, server_count=2) as cluster:
+    directory = tmp_path_factory.mktemp("console")
+    with running_cluster(directory, storage_count=3, server_count=2) as cluster:
         yield cluster
 
 
@@ -40,11 +40,11 @@ def gateway(cluster: LocalCluster) -> Iterator[GatewayProcess]:
 def append(gateway: GatewayProcess, *texts: str, partition: int = 0, header: int = 0) -> list[int]:
     """Append transactions; return their IDs."""
     client = GatewayClient(gateway.url)
-    rows = [{"data": each, "partition": partition, "header": header} for each in texts]
+    rows = [{"data": text, "partition": partition, "header": header} for text in texts]
     answer = client.append(*rows)
     client.close()
     assert answer.status == 200, answer
-    return [each["transaction_id"] for each in answer.body["outcomes"]]
+    return [outcome["transaction_id"] for outcome in answer.body["outcomes"]]
 
 
 def storage_card(console: ConsolePage, address: str, state: str) -> str:
@@ -59,7 +59,7 @@ def wait_until_healthy(console: ConsolePage, storage_count: int) -> None:
 def test_a_killed_storage_turns_red_is_replaced_through_the_page_and_turns_green(
     browser: Browser, cluster: LocalCluster, gateway: GatewayProcess
 ):
-    before = append(gateway, *(f"before {each}" for each in range(20)))
+    before = append(gateway, *(f"before {number}" for number in range(20)))
     old = member_address(cluster, "storage-2")
     with open_console(browser, gateway.url) as console:
         page = console.page
@@ -68,13 +68,13 @@ def test_a_killed_storage_turns_red_is_replaced_through_the_page_and_turns_green
         seen = len(console.views)
         cluster.kill("storage-2")
         page.wait_for_selector(storage_card(console, old, "down"))
-        # The page requests the state each second: one answer may have been on its way.
+        # The page requests the state each second, so one answer may have been in flight.
         assert len(console.views) - seen <= 3
         expect(page.get_by_test_id("problem-list")).to_contain_text(old)
 
         new = start_new_storage(cluster)
         admin_port = next(
-            each.admin_port for each in cluster.members if new.endswith(f":{each.port}")
+            member.admin_port for member in cluster.members if new.endswith(f":{member.port}")
         )
         console.open("#/changes")
         page.click('[data-change="replace-storage"]')
@@ -103,7 +103,7 @@ def test_the_browser_of_transactions_jumps_filters_and_follows(
 ):
     payload = json.dumps({"seat": "12F", "passenger": "<img src=x onerror=alert(1)>"})
     ids = append(gateway, payload, "plain text", partition=1, header=7)
-    append(gateway, *(f"filler {each}" for each in range(120)), partition=1)
+    append(gateway, *(f"filler {number}" for number in range(120)), partition=1)
     with open_console(browser, gateway.url) as console:
         page = console.page
         console.open("#/partitions/1/transactions")

@@ -28,7 +28,7 @@ from waltz_core.local import running_cluster
 
 pytestmark = pytest.mark.fault
 SERVERS = ("server-1", "server-2")
-RECORD_START = 128  # behind the header of a segment
+RECORD_START = 128  # records begin after the header of a segment
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +47,15 @@ def metric(scenario: Scenario, name: str, name_of_metric: str) -> float:
     port = scenario.cluster.member(name).http_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TEST_TIMEOUT_S) as page:
         text = page.read().decode()
-    found = re.findall(rf"^{name_of_metric}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-    return sum(float(each) for each in found)
+    matches = re.findall(rf"^{name_of_metric}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return sum(float(each) for each in matches)
 
 
 def health(scenario: Scenario, name: str) -> dict[str, object]:
     port = scenario.cluster.member(name).http_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=TEST_TIMEOUT_S) as page:
-        found: dict[str, object] = json.loads(page.read())
-    return found
+        document: dict[str, object] = json.loads(page.read())
+    return document
 
 
 def log_of(scenario: Scenario, name: str) -> str:
@@ -77,7 +77,7 @@ def cold_segment(scenario: Scenario, storage: str) -> Path:
 
 
 def sessions(scenario: Scenario) -> list[object]:
-    return [each["session"] for each in show_partitions(scenario.cluster).values()]
+    return [shown["session"] for shown in show_partitions(scenario.cluster).values()]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -91,9 +91,9 @@ def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_
     before = path.read_bytes()
     opened = sessions(scenario)
     with path.open("r+b") as file:
-        for at in (RECORD_START + 50, RECORD_START + 3_000):
-            file.seek(at)
-            file.write(bytes([before[at] ^ 1]))
+        for offset in (RECORD_START + 50, RECORD_START + 3_000):
+            file.seek(offset)
+            file.write(bytes([before[offset] ^ 1]))
     found = "waltz_storage_damage_found_transactions_total"
     repaired = "waltz_storage_repaired_transactions_total"
     wait_until("found", lambda: metric(scenario, "storage-2", found) >= 2)
@@ -184,7 +184,7 @@ def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
         scenario.cluster.kill("storage-2")
         restore_copy(scenario, "storage-2", tmp_path / "old")
         load.await_commits()
-        # One of the two that have everything goes as the old one comes.
+        # One of the two complete replicas stops when the old copy starts.
         scenario.cluster.kill("storage-3")
         scenario.cluster.start("storage-2")
         load.await_commits()
@@ -198,7 +198,7 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     with scenario.load() as load:
         load.await_commits()
         copy_running(scenario, "storage-2", tmp_path / "old")
-        # The storage is down for a moment, so that ZooKeeper has later sessions than the copy.
+        # The storage is down for a moment, so that ZooKeeper records later sessions than the copy.
         scenario.cluster.kill("storage-2")
         load.await_commits()
         scenario.cluster.start("storage-2")
@@ -217,24 +217,27 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     def is_unknown() -> bool:
         lines = "".join(log_of(scenario, name)[start:] for name, start in log.items())
         return all(
-            re.search(rf"replica.untrusted partition={each} .*replica={address}", lines)
-            for each in range(4)
+            re.search(rf"replica.untrusted partition={partition} .*replica={address}", lines)
+            for partition in range(4)
         )
 
     diagnosed = ClientConfig(request_timeout_ms=1000 * TEST_TIMEOUT_S)
     with WaltzClient(scenario.cluster.connect, diagnosed) as client:
-        futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
+        futures = [
+            client.append(scenario.row(partition), partition=partition) for partition in range(4)
+        ]
         wait_until("the old copy is not trusted", is_unknown)
-        # All have answered that will; a session that opened with them would return its mark.
+        # All running storages have answered. If their answers sufficed to open a session, the
+        # server would return a mark.
         with WaltzClient(
             scenario.cluster.connect, ClientConfig(request_timeout_ms=400)
         ) as second_client:
-            for each in range(4):
+            for partition in range(4):
                 with pytest.raises(Unavailable, match="within 400 ms: "):
-                    second_client.high_water_mark(each)
-        results = [each.exception() or each.result() for each in futures if each.done()]
+                    second_client.high_water_mark(partition)
+        results = [future.exception() or future.result() for future in futures if future.done()]
         assert results == []
         scenario.cluster.start("storage-3")
-        assert all(each.result(TEST_TIMEOUT_S) >= 0 for each in futures)
+        assert all(future.result(TEST_TIMEOUT_S) >= 0 for future in futures)
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()

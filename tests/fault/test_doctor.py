@@ -53,7 +53,7 @@ pytestmark = pytest.mark.fault
 class Fault(NamedTuple):
     """A fault, and all findings that the doctor must report.
 
-    `passes` is what comes by itself, or is no command's: then the printed ones are given.
+    `passes` does or awaits what no printed command does. Then the test runs the printed commands.
     """
 
     names: tuple[str, ...]
@@ -64,11 +64,11 @@ class Fault(NamedTuple):
 @pytest.fixture(scope="module")
 def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedCluster]:
     try:
-        with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as found:
-            yield found
+        with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as diagnosed:
+            yield diagnosed
     finally:
-        for where in MOUNTED:
-            subprocess.run(["umount", "-l", str(where)], check=True, capture_output=True)
+        for directory in MOUNTED:
+            subprocess.run(["umount", "-l", str(directory)], check=True, capture_output=True)
 
 
 # --- the faults
@@ -88,8 +88,8 @@ def freeze(name: str) -> Callable[[LocalCluster], None]:
 
 def combined(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], None]:
     def inject(cluster: LocalCluster) -> None:
-        for each in faults:
-            each(cluster)
+        for fault in faults:
+            fault(cluster)
 
     return inject
 
@@ -125,7 +125,7 @@ def damage(cluster: LocalCluster) -> None:
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         for future in [client.append(b"x" * 1000, partition=0) for _ in range(20)]:
             future.result(TEST_TIMEOUT_S)
-    # Otherwise no quorum of the replicas is trusted without the third one.
+    # A quorum of the replicas must be trusted without the third replica.
     wait_until("all replicas are engaged", lambda: not partitions_not_engaged(cluster))
     cluster.kill("storage-3")
     for name in ("storage-1", "storage-2"):
@@ -174,9 +174,9 @@ def share_a_group(cluster: LocalCluster) -> None:
 
 
 def storage_with_partition_0(cluster: LocalCluster) -> str:
-    """Return the name of a storage that holds partition 0: which ones do changes."""
+    """Return the name of a storage with a replica of partition 0; the tests move replicas."""
     first = min(assigned_replicas(cluster)[0])
-    return next(each.name for each in cluster.members if first.endswith(f":{each.port}"))
+    return next(member.name for member in cluster.members if first.endswith(f":{member.port}"))
 
 
 # --- disks, threads and clocks
@@ -223,7 +223,7 @@ def is_answering(url: str, *, timeout_s: float = 1) -> bool:
 
 
 def shift_clock(cluster: LocalCluster) -> None:
-    """Set a storage's clock some seconds ahead, until it is set."""
+    """Set a storage's clock some seconds ahead, until a printed command corrects it."""
     ahead = cluster.directory / "ahead"
     (ahead / "bin").mkdir(parents=True, exist_ok=True)
     (ahead / "sitecustomize.py").write_text(AHEAD, encoding="utf-8")
@@ -250,24 +250,24 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
     def inject(cluster: LocalCluster) -> None:
         change_layout(cluster, lambda old: replace(old, groups=one_group_for_each(old)))
         name = storage_with_partition_0(cluster)
-        where = cluster.directory / name
-        if where not in MOUNTED:
+        directory = cluster.directory / name
+        if directory not in MOUNTED:
             cluster.kill(name)
-            move_to_own_disk(where)
+            move_to_own_disk(directory)
             cluster.start(name)
             wait_until(
                 "the process is registered",
                 lambda: not run_doctor(*local_options(cluster.directory)),
             )
-        used = shutil.disk_usage(where).used
-        mount("-o", f"remount,size={used + (mib << 20)}", str(where))
+        used = shutil.disk_usage(directory).used
+        mount("-o", f"remount,size={used + (mib << 20)}", str(directory))
 
     return inject
 
 
 def one_group_for_each(layout: StorageLayout) -> dict[ReplicaId, int]:
-    """Return the groups, with each storage in a separate group."""
-    return {each: at for at, each in enumerate(layout.groups)}
+    """Return groups such that each storage is in a separate group."""
+    return {group: index for index, group in enumerate(layout.groups)}
 
 
 def move_to_own_disk(where: Path) -> None:
@@ -280,8 +280,8 @@ def move_to_own_disk(where: Path) -> None:
 
 
 def free_disk_space() -> None:
-    for where in MOUNTED:
-        mount("-o", "remount,size=4g", str(where))
+    for directory in MOUNTED:
+        mount("-o", "remount,size=4g", str(directory))
 
 
 MOUNTED: list[Path] = []
@@ -322,7 +322,7 @@ def lose_metadata(cluster: LocalCluster) -> None:
 
 def lose_zookeeper(cluster: LocalCluster) -> None:
     """Restart all ZooKeeper servers with empty directories."""
-    nodes = [each.name for each in cluster.zookeepers]
+    nodes = [zookeeper.name for zookeeper in cluster.zookeepers]
     for name in nodes:
         cluster.kill(name)
     for name in nodes:
@@ -387,10 +387,10 @@ def test_a_fault_is_named_and_repaired_by_the_printed_command(
     fault, cluster = FAULTS[title], diagnosed.cluster()
     diagnosed.write(cluster.connect)
     fault.inject(cluster)
-    found = await_findings(fault.names, *local_options(diagnosed.directory))
+    findings = await_findings(fault.names, *local_options(diagnosed.directory))
     fault.passes(cluster)
     try:
-        repair(diagnosed.directory, found, diagnosed.directory / "ahead" / "bin")
+        repair(diagnosed.directory, findings, diagnosed.directory / "ahead" / "bin")
     finally:
         resume_threads()
         free_disk_space()
@@ -409,5 +409,5 @@ def test_a_cluster_is_ready_when_each_zookeeper_server_is(
     cluster = diagnosed.cluster()
     kill("zookeeper-1")(cluster)
     cluster.up()
-    found = run_doctor(*local_options(diagnosed.directory))
-    assert not [each for each in found if each["area"] == "ZooKeeper"]
+    findings = run_doctor(*local_options(diagnosed.directory))
+    assert not [finding for finding in findings if finding["area"] == "ZooKeeper"]

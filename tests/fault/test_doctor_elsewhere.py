@@ -29,8 +29,8 @@ from waltz_core.records.record import ReplicaId
 
 pytestmark = pytest.mark.fault
 
-# The longest session that ZooKeeper grants. A dead or frozen process stays registered so long, and
-# on a busy machine, a doctor that looks twice takes more than 10 s.
+# The longest session timeout that ZooKeeper grants. A dead or frozen process stays registered for
+# this time. On a busy machine, a doctor that checks twice takes more than 10 s.
 SESSION_MS = 40_000
 
 
@@ -39,14 +39,14 @@ def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedClu
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS}
     }
-    with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz", settings) as found:
-        yield found
+    with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz", settings) as diagnosed:
+        yield diagnosed
 
 
 class Fault(NamedTuple):
-    """Of which members something is wrong, what, and what is to be found then.
+    """A fault of some members, and the expected finding.
 
-    `ends`: the sentence says that a process must be ended, for which no command can be printed.
+    `ends`: the finding states that a process must be ended; the doctor prints no command for this.
     """
 
     name: str
@@ -64,7 +64,8 @@ FAULTS = (
 )
 
 
-# A dead storage is found and started like a dead node of ZooKeeper; the test below starts servers.
+# These faults are slow to test, and similar tests exist. The doctor finds a dead storage like a
+# dead node of ZooKeeper, and the test below starts servers.
 SLOW_FAULTS = ("storage-unavailable", "no-server")
 
 
@@ -83,13 +84,13 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
     diagnosed.write(cluster.connect)
     for member in fault.members:
         cluster.kill(member, fault.signal_number)
-    found = await_findings([fault.name], *doctor_options)
+    findings = await_findings([fault.name], *doctor_options)
     if fault.name == "storage-silent":
         check_reported_once(cluster)
     for member in fault.members if fault.ends else ():
-        assert "start it again" in found[0]["sentence"]
+        assert "start it again" in findings[0]["sentence"]
         cluster.kill(member)
-    for line in {each["command"] for each in found}:
+    for line in {finding["command"] for finding in findings}:
         diagnosed.run_daemon(line, settings_of(cluster, fault.members[0]))
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     diagnosed.check_rows(cluster.connect)
@@ -97,7 +98,7 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
 
 
 def check_reported_once(cluster: LocalCluster) -> None:
-    """Servers answer late then, while they look whether they can reach it."""
+    """Check that the doctor reports the storage once, although servers answer late meanwhile."""
     result = run_command("doctor", *remote_options(cluster.connect))
     assert result.stdout.startswith(
         f"1. storage {member_address(cluster, 'storage-2')} accepts connections"
@@ -110,15 +111,15 @@ def settings_of(cluster: LocalCluster, member: str) -> Path:
     """Return the path of the daemon's settings file, with the name in the printed command."""
     kind = cluster.member(member).kind
     name = {"zookeeper": "zoo.cfg", "storage": "storage.toml", "server": "server.toml"}[kind]
-    where = cluster.directory / "settings" / member
-    where.mkdir(parents=True, exist_ok=True)
+    directory = cluster.directory / "settings" / member
+    directory.mkdir(parents=True, exist_ok=True)
     (source,) = (cluster.directory / "conf").glob(f"{member}.*")
-    shutil.copy(source, where / name)
-    return where
+    shutil.copy(source, directory / name)
+    return directory
 
 
 def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
-    """Have everything run as the next test expects it."""
+    """Start all members, as the next test expects."""
     diagnosed.end_daemons()
     for member in cluster.members:
         cluster.start(member.name)
@@ -132,17 +133,17 @@ def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
     cluster = diagnosed.cluster()
     doctor_options = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
-    servers = [each.name for each in cluster.members if each.kind == "server"]
-    for name in servers:  # frozen first: else one would take the other out
+    servers = [member.name for member in cluster.members if member.kind == "server"]
+    for name in servers:  # frozen first: otherwise one server would remove the other
         cluster.kill(name, signal.SIGSTOP)
     for name in servers:
         cluster.kill(name)
-    found = run_doctor(*doctor_options)
-    # ZooKeeper may have ended the session of one, or of both.
-    assert {each["name"] for each in found} in ({"server-unavailable"}, {"no-server"})
-    for each in found:
-        if each["name"] == "server-unavailable":
-            run_printed_command(each["command"])
+    findings = run_doctor(*doctor_options)
+    # ZooKeeper may have ended the session of one server, or of both.
+    assert {finding["name"] for finding in findings} in ({"server-unavailable"}, {"no-server"})
+    for finding in findings:
+        if finding["name"] == "server-unavailable":
+            run_printed_command(finding["command"])
     (alone,) = await_findings(["no-server"], *doctor_options)
     diagnosed.run_daemon(alone["command"], settings_of(cluster, servers[0]))
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
@@ -158,15 +159,15 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
     words = ("add-storage", storage, "--admin-port", str(admin_port))
     assert "Hint: start the storage with an empty directory" in run_failing(cluster, *words)
     change_layout(cluster, lambda old: old.with_storage(ReplicaId(storage), admin_port, None))
-    (found,) = await_findings(["storage-never-started"], *doctor_options)
-    assert storage in found["sentence"]
-    where = cluster.directory / "settings" / "new"
-    where.mkdir(parents=True)
+    (finding,) = await_findings(["storage-never-started"], *doctor_options)
+    assert storage in finding["sentence"]
+    settings_directory = cluster.directory / "settings" / "new"
+    settings_directory.mkdir(parents=True)
     settings = {"port": port, "admin_port": admin_port, "listen_host": '"127.0.0.1"'}
-    settings |= {"connect": f'"{cluster.connect}"', "directory": f'"{where / "data"}"'}
+    settings |= {"connect": f'"{cluster.connect}"', "directory": f'"{settings_directory / "data"}"'}
     text = "".join(f"{name} = {value}\n" for name, value in settings.items())
-    (where / "storage.toml").write_text(text, encoding="utf-8")
-    diagnosed.run_daemon(found["command"], where)
+    (settings_directory / "storage.toml").write_text(text, encoding="utf-8")
+    diagnosed.run_daemon(finding["command"], settings_directory)
     wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     run_successful(cluster, "remove-storage", storage)
     repair_cluster(diagnosed, cluster)
@@ -174,7 +175,7 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
 
 @pytest.mark.slow
 def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: DiagnosedCluster):
-    """The wrong one was started, and holds the address."""
+    """The storage of another cluster was started, and listens at the address."""
     cluster = diagnosed.cluster()
     look = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
@@ -183,18 +184,18 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
     at = f"--storage 127.0.0.1:{member.port}:{member.admin_port}"
     run_printed_command(f"waltz-core cluster create {other} --partitions 1 {at}")
     cluster.kill(member.name)
-    where = settings_of(cluster, member.name)
+    settings_directory = settings_of(cluster, member.name)
     wrong = cluster.directory / "settings" / "wrong"
-    shutil.copytree(where, wrong)
+    shutil.copytree(settings_directory, wrong)
     flags = f"--connect {other} --directory {wrong / 'data'}"
     diagnosed.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
-    (found,) = await_findings(["storage-cluster-mismatch"], *look)
+    (finding,) = await_findings(["storage-cluster-mismatch"], *look)
     assert (
         f"the storage at {member_address(cluster, member.name)} belongs to another cluster"
-        in found["sentence"]
+        in finding["sentence"]
     )
     diagnosed.end_daemons()
-    diagnosed.run_daemon(found["command"], where)
+    diagnosed.run_daemon(finding["command"], settings_directory)
     wait_until("the doctor reports nothing", lambda: not run_doctor(*look))
     diagnosed.check_rows(cluster.connect)
     run_printed_command(f"waltz-core cluster delete waltz --connect {other} --force")
@@ -227,8 +228,8 @@ def test_a_connect_string_without_a_cluster_is_reported_with_the_next_command(
 ):
     """After the command the doctor reports the next problem: a cluster without processes."""
     connect, words = wrong_connect_strings(diagnosed.cluster())[name](tmp_path)
-    (found,) = await_findings([name], *remote_options(connect))
-    line = found["command"]
+    (finding,) = await_findings([name], *remote_options(connect))
+    line = finding["command"]
     for capitals, known in words.items():
         line = line.replace(capitals, known)
     run_printed_command(line)

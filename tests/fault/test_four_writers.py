@@ -72,7 +72,7 @@ def entry(key: str, transaction_id: int) -> four_writers.Entry:
     ],
 )
 def test_the_comparison_detects_a_wrong_history(ledger, log, wrong):
-    assert any(wrong in each for each in four_writers.compare(ledger, log).wrong)
+    assert any(wrong in problem for problem in four_writers.compare(ledger, log).wrong)
 
 
 def test_the_comparison_detects_a_committed_conflict():
@@ -88,7 +88,8 @@ def test_the_comparison_detects_a_committed_conflict():
         for number, row in enumerate(rows)
     ]
     assert any(
-        "conflicts with transaction 0" in each for each in four_writers.compare(ledger, log).wrong
+        "conflicts with transaction 0" in problem
+        for problem in four_writers.compare(ledger, log).wrong
     )
 
 

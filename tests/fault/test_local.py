@@ -27,7 +27,7 @@ from waltz_core.local.zookeeper_process import zookeeper_config
 pytestmark = pytest.mark.fault
 # `WALTZ_LOCAL_CYCLES=20` is the long version.
 CYCLES = int(os.environ.get("WALTZ_LOCAL_CYCLES", "2"))
-# Smaller than the usual one, for speed: the processes are the same.
+# A small cluster, for speed: the kinds of processes are the same.
 THREE_STORAGES = ("--storages", "3", "--servers", "1", "--partitions", "2")
 ONE_STORAGE = ("--storages", "1", "--servers", "1", "--partitions", "2")
 
@@ -49,17 +49,17 @@ def up(directory: Path, *words: str) -> str:
 
 
 def status(directory: Path) -> dict[str, dict[str, object]]:
-    found = json.loads(local(directory, "status", "--json").stdout)
-    return {member["name"]: member for member in found["members"]}
+    document = json.loads(local(directory, "status", "--json").stdout)
+    return {member["name"]: member for member in document["members"]}
 
 
 def listening(pids: list[int]) -> set[str]:
     """Return the addresses at which processes listen."""
     return {
-        each.laddr.ip.removeprefix("::ffff:")
+        connection.laddr.ip.removeprefix("::ffff:")
         for pid in pids
-        for each in psutil.Process(pid).net_connections()
-        if each.status == psutil.CONN_LISTEN
+        for connection in psutil.Process(pid).net_connections()
+        if connection.status == psutil.CONN_LISTEN
     }
 
 
@@ -75,7 +75,7 @@ def pids_at(directory: Path) -> list[int]:
 
 
 def rejection_of(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the one sentence of a command that has failed."""
+    """Return the one-line error message of a command that has failed."""
     assert result.returncode == 1, (result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
     (sentence,) = result.stderr.strip().splitlines()
@@ -90,11 +90,11 @@ def occupy(port: int) -> socket.socket:
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     """Yield a directory with a non-ASCII name; at the end, end all processes that still use it."""
-    where = tmp_path / "ümlaut 馬"
-    yield where
-    if (where / "cluster.json").exists():
-        LocalCluster(where).down()
-    assert pids_at(where) == []
+    path = tmp_path / "ümlaut 馬"
+    yield path
+    if (path / "cluster.json").exists():
+        LocalCluster(path).down()
+    assert pids_at(path) == []
 
 
 def kill_everything(directory: Path) -> list[int]:
@@ -133,7 +133,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
     line = waltz_command("local", "up", "--directory", str(directory), *ONE_STORAGE)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
         wait_until("the first command has started", (directory / "cluster.json").exists)
-        first.send_signal(signal.SIGSTOP)  # there it stays, however long the second one takes
+        first.send_signal(signal.SIGSTOP)  # so it is still starting while the second command runs
         try:
             second = local(directory, "up", *ONE_STORAGE)
         finally:
@@ -174,12 +174,12 @@ def test_up_avoids_ports_in_use_but_never_changes_the_port_of_a_storage(director
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in usual:
-            with suppress(OSError):  # another process has it
+            with suppress(OSError):  # another process uses the port
                 stack.enter_context(occupy(port))
         connect = up(directory)
         assert not {member["port"] for member in status(directory).values()} & set(usual)
-        # A server's port identifies nothing: it may change. Of a storage that was registered, the
-        # port may where its figures are shown.
+        # The port of a server may change, because no component identifies the server by it. Of a
+        # registered storage, only the HTTP port for metrics may change.
         assert local(directory, "down").returncode == 0
         server, storage = map(LocalCluster(directory).member, ("server-1", "storage-1"))
         stack.enter_context(occupy(server.port))
@@ -190,7 +190,7 @@ def test_up_avoids_ports_in_use_but_never_changes_the_port_of_a_storage(director
         assert moved.member("storage-1").http_port != storage.http_port
         ports = moved.member("storage-1").port, moved.member("storage-1").admin_port
         assert ports == (storage.port, storage.admin_port)
-        # Where it is connected to may not.
+        # The port for connections may not change.
         assert local(directory, "down").returncode == 0
         with occupy(storage.port):
             sentence = rejection_of(local(directory, "up", *ONE_STORAGE))
@@ -227,7 +227,7 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
 
 @pytest.mark.slow
 def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
-    """A start that died early has recorded ports but started no process, so no address is known."""
+    """A start that died early has recorded ports, but no process has registered their addresses."""
     cluster = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
     cluster._load_or_create()
@@ -290,7 +290,7 @@ def test_up_waits_for_every_server(directory: Path):
         stack.callback(slow.down)
         slow.prepare()
         slow.start("server-2")
-        slow.kill("server-2", signal.SIGSTOP)  # long before it can have registered itself
+        slow.kill("server-2", signal.SIGSTOP)  # before it can have registered itself
         stack.callback(slow.kill, "server-2", signal.SIGCONT)
         lines: list[str] = []
         late = f"not registered in ZooKeeper yet: 127.0.0.1:{slow.member('server-2').port}"
@@ -315,12 +315,12 @@ with waltz_core.local.cluster(Path(sys.argv[1]), **small) as connect:
 
 
 def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
-    where = tmp_path / "embedded"
+    directory = tmp_path / "embedded"
     errors = tmp_path / "errors"
     with (
         errors.open("wb") as error_file,
         subprocess.Popen(
-            [sys.executable, "-c", PARENT, str(where)],
+            [sys.executable, "-c", PARENT, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=error_file,
@@ -328,11 +328,11 @@ def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
     ):
         assert parent.stdout is not None
         assert b"127.0.0.1" in parent.stdout.readline(), errors.read_text()
-        children = [pid for pid in pids_at(where) if pid != parent.pid]
+        children = [pid for pid in pids_at(directory) if pid != parent.pid]
         assert len(children) >= 3
         parent.kill()
         parent.wait(TEST_TIMEOUT_S)
-        wait_until("no child process remains", lambda: pids_at(where) == [])
+        wait_until("no child process remains", lambda: pids_at(directory) == [])
 
 
 def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
@@ -346,7 +346,7 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
         local_cluster = LocalCluster(directory)
         with WaltzClient(connect, PATIENT_CLIENT) as client:
             assert client.append(b"x", partition=0).result(TEST_TIMEOUT_S) == 0
-            assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
+            assert {replica.rpartition(":")[0] for replica in client.replicas(0).replicas} == {host}
         for member in local_cluster.members:
             assert not is_free(member.port, host)
         assert listening(pids_at(directory)) == {host}
@@ -366,7 +366,7 @@ def test_commands_without_a_cluster_name_local_up(directory: Path):
 def test_a_directory_may_have_any_name_in_the_locale_c(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """ZooKeeper is Java, which names files by the locale, and reads its settings as Latin-1."""
+    """ZooKeeper, in Java, encodes file names by the locale, and reads settings as Latin-1."""
     monkeypatch.setenv("LC_ALL", "C")
     up(directory)
     assert (directory / "zookeeper" / "version-2").is_dir()
@@ -379,7 +379,7 @@ def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
     monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")
     result = local(
         directory, "up", *ONE_STORAGE, "--timeout-s", "600"
-    )  # longer than the test waits
+    )  # longer than the time limit of the test
     assert result.returncode == 1
     assert "waltz-core: zookeeper ended while the cluster was starting." in result.stderr
     assert "ThereIsNoSuchOption" in result.stderr

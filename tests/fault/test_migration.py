@@ -65,9 +65,9 @@ class OldCluster:
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
-        members = [each for each in cluster.members if each.name in STORAGES]
-        self.addresses = [f"{cluster.host}:{each.port}" for each in members]
-        self.directories = [cluster.directory / each.name for each in members]
+        members = [member for member in cluster.members if member.name in STORAGES]
+        self.addresses = [f"{cluster.host}:{member.port}" for member in members]
+        self.directories = [cluster.directory / member.name for member in members]
         hosts, _, root = cluster.connect.partition("/")
         self.root = f"/{root}"
         self.node = f"{self.root}/store/partition/0"
@@ -86,7 +86,7 @@ class OldCluster:
         self.zookeeper.set(path, struct.pack(">Biii", 3, cversion, 2, 1) + owned)
 
     def write(self, records: list[bytes], lasts: list[int], marks: list[tuple[int, int]]) -> None:
-        """Give each storage its log up to an ID, with its last session and that one's mark."""
+        """Write each storage's log up to an ID, with its last session and the session's mark."""
         for directory, last, (session, mark) in zip(self.directories, lasts, marks, strict=True):
             (directory / "0").mkdir(parents=True)
             structures = [layout.Structure(session, mark, mark, ASSIGNED, 9), UNUSED]
@@ -101,7 +101,7 @@ class OldCluster:
 
     def read(self, directory: Path) -> tuple[layout.Control, dict[int, list[bytes]]]:
         """Return the records that 0.13 finds in a directory."""
-        files = {each: each.read_bytes() for each in directory.rglob("*.*")}
+        files = {path: path.read_bytes() for path in directory.rglob("*.*")}
         return layout.read_directory(files, directory)
 
     def run(self, session: int, added: list[bytes]) -> None:
@@ -155,7 +155,9 @@ def old_cluster(cluster: LocalCluster) -> Iterator[OldCluster]:
 
 
 def make_records(first: int, count: int) -> list[bytes]:
-    return [layout.record(each, b"%d-" % each + bytes(40)) for each in range(first, first + count)]
+    return [
+        layout.record(number, b"%d-" % number + bytes(40)) for number in range(first, first + count)
+    ]
 
 
 def log_of(client: WaltzClient, partition: int = 0) -> list[bytes]:
@@ -173,7 +175,9 @@ def log_of(client: WaltzClient, partition: int = 0) -> list[bytes]:
 
 
 def append(client: WaltzClient, count: int, partition: int = 0) -> None:
-    for each in [client.append(b"ours %d" % at, partition=partition) for at in range(count)]:
+    for each in [
+        client.append(b"ours %d" % number, partition=partition) for number in range(count)
+    ]:
         each.result(timeout=TEST_TIMEOUT_S)
 
 
@@ -188,7 +192,7 @@ def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
     member = cluster.member(name)
     with socket.create_connection((cluster.host, member.port), timeout=TEST_TIMEOUT_S) as link:
         link.sendall(b"H" + struct.pack(">hi", 0, len(payload)) + payload)
-        while link.recv(4096):  # its own hello, and then the end
+        while link.recv(4096):  # reads the storage's hello, and then the end of the connection
             pass
     log = cluster.log_path(name)
     wait_until("the refusal is logged", lambda: "Waltz Storage Client" in log.read_text())
@@ -272,7 +276,7 @@ def test_unequal_replicas_of_0_13_keep_all_acknowledged_records(
     cluster.down(keep_zookeeper=True)
     assert differing_segments(cluster) == []
     batches = [
-        b"".join(each.read_bytes() for each in sorted(directory.glob("0/*.chn")))
+        b"".join(path.read_bytes() for path in sorted(directory.glob("0/*.chn")))
         for directory in old_cluster.directories
     ]
     assert len(batches[0]) == len(batches[1]) == len(batches[2])

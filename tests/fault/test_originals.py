@@ -48,13 +48,13 @@ class CurrentClientState(AsyncCallbacks):
 
 def endpoints_of(view: ServersView) -> dict[str, dict[int, int]]:
     return {
-        each.address: {int(p): int(g) for p, g in view.partitions_of(server_id).items()}
-        for server_id, each in view.servers.items()
+        server.address: {int(p): int(g) for p, g in view.partitions_of(server_id).items()}
+        for server_id, server in view.servers.items()
     }
 
 
 class Scenario:
-    """Originals that follow the assignment, and the owner of partition 0."""
+    """Clients of 0.13 that follow the assignment of partitions, and the owner of partition 0."""
 
     def __init__(self) -> None:
         self.clients: list[tuple[OriginalClient, Counters]] = []
@@ -95,7 +95,7 @@ async def count_up(is_over: asyncio.Event, client: OriginalClient, counters: Cou
 async def count_up_with_current_client(
     is_over: asyncio.Event, client: AsyncWaltzClient, counters: Counters
 ) -> int:
-    """Return how often it was."""
+    """Increment counters until the end of the run; return how many increments were committed."""
     committed = 0
     for time in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count()):
         name = NAMES[time % len(NAMES)]
@@ -141,9 +141,9 @@ def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCl
         ):
             await client.subscribe(current_state, [0])
             members = {
-                f"{cluster.host}:{each.port}": each.name
-                for each in cluster.members
-                if each.kind == "server"
+                f"{cluster.host}:{member.port}": member.name
+                for member in cluster.members
+                if member.kind == "server"
             }
             async with asyncio.TaskGroup() as tasks:
                 is_over = asyncio.Event()

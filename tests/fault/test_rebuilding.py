@@ -87,11 +87,11 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
         named += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
     directory = str(cluster.directory / "storage-2")
     rebuild = ("rebuild-metadata", *named, "--from-directory", directory)
-    # If the command ends by its time limit, it reports why it waits, and can continue later. The
-    # clock with which it has created the nodes was set back.
+    # If the command reaches its time limit, it reports the reason for its wait, and another run can
+    # continue. The clock was set back when the command created the znodes.
     words = ("cluster", *rebuild, "--connect", cluster.connect, "--timeout-s")
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
-    limits_s = (3 << doublings for doublings in range(8))  # until it gets past ZooKeeper
+    limits_s = (3 << doublings for doublings in range(8))  # until one is long enough
     reported = (
         subprocess.run([*line, str(each)], check=False, capture_output=True, text=True).stderr
         for each in limits_s
@@ -114,7 +114,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
 
 
 def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, tmp_path: Path):
-    """Within a session, a disk returns to the state at which it stopped to sync.
+    """Within a session, the disk returns to the state in which it stopped syncing.
 
     If another replica is down, this replica would be half of the quorum for the decision, and
     acknowledged rows would be lost.
@@ -130,7 +130,7 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
         load.await_commits()
     for name in ("server-1", "server-2", lying.name):
         cluster.kill(name)
-    cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not trust its own log either.
+    cluster.kill(absent.name, signal.SIGTERM)  # After a kill, it could not trust its log either.
     shutil.rmtree(cluster.directory / lying.name)
     shutil.copytree(tmp_path / "synced", cluster.directory / lying.name)
     reported = unknown_replicas(scenario, lying)
@@ -154,12 +154,12 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
 
 def unknown_replicas(scenario: Scenario, member: Member) -> set[str]:
     """Return the servers' lines about a storage that is not trusted."""
-    of_member = f"127.0.0.1:{member.port}"
+    address = f"127.0.0.1:{member.port}"
     lines: set[str] = set()
     for server in ("server-1", "server-2"):
         text = scenario.cluster.log_path(server).read_text(encoding="utf-8")
         lines |= {
-            line for line in text.splitlines() if "replica.untrusted" in line and of_member in line
+            line for line in text.splitlines() if "replica.untrusted" in line and address in line
         }
     return lines
 
@@ -179,16 +179,17 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
         cluster.kill(name)
     for name in STORAGES:
         cluster.start(name)
-    # A partition is also not open while no storage answers yet.
+    # While the storages start, no partition is open either, so the test waits for them first.
     ports = [cluster.member(name).admin_port for name in STORAGES]
     wait_until("all answer", lambda: not any(is_free(port, cluster.host) for port in ports))
     wait_until("no partition is open", lambda: has_no_open_partition(scenario))
     shown = run_successful(cluster, "accept-replicas", "0")
-    assert all(each["is_suspect"] for each in shown["replicas"].values())
+    assert all(replica["is_suspect"] for replica in shown["replicas"].values())
     assert has_no_open_partition(scenario), (
         "the command has changed a partition although it only shows them"
     )
-    # Killed between ZooKeeper and the replica, the command has let nothing in, and can be repeated.
+    # If the command is killed after its write to ZooKeeper and before the replica is changed, no
+    # partition opens, and the command can be repeated.
     words = ("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect)
     killed = subprocess.run([sys.executable, "-c", DIES_AT_THE_MARK, *words], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -210,7 +211,9 @@ def has_no_open_partition(scenario: Scenario) -> bool:
         "does not answer requests for it",
     )
     sentences = [
-        each for each in json.loads(result.stdout)["findings"] if any(one in each for one in closed)
+        finding
+        for finding in json.loads(result.stdout)["findings"]
+        if any(one in finding for one in closed)
     ]
     return len(sentences) == scenario.cluster.partition_count
 

@@ -55,7 +55,7 @@ def recorded_last(cluster: LocalCluster) -> int:
 
 
 def remove_segments(cluster: LocalCluster, archive: ClusterArchive, written: list[bytes]) -> None:
-    """Append until each storage has removed segments: a session that begins confirms a mark."""
+    """Append until each storage has removed segments; new sessions confirm the marks for this."""
     for storage in STORAGES:
         append_and_archive(cluster, archive, written)
         cluster.kill(storage)
@@ -148,11 +148,11 @@ def check_collection(cluster: LocalCluster, archive: ClusterArchive, written: li
     """The new owner collects the garbage of earlier sessions, and no file that a manifest lists."""
 
     def is_collected() -> bool:
-        logs = [cluster.log_path(each).read_text(errors="replace") for each in STORAGES]
+        logs = [cluster.log_path(storage).read_text(errors="replace") for storage in STORAGES]
         mark = read_archived_mark(cluster)
         assert mark is not None
         return (
-            any("storage.garbage_collected" in each for each in logs)
+            any("storage.garbage_collected" in log for log in logs)
             or not ListedFiles(archive, mark).garbage_objects
         )
 
@@ -160,5 +160,5 @@ def check_collection(cluster: LocalCluster, archive: ClusterArchive, written: li
     mark = read_archived_mark(cluster)
     assert mark is not None
     assert archive.payloads_of(ListedFiles(archive, mark).objects) == written
-    logs = "".join(cluster.log_path(each).read_text(errors="replace") for each in STORAGES)
+    logs = "".join(cluster.log_path(storage).read_text(errors="replace") for storage in STORAGES)
     assert "collection_failed" not in logs

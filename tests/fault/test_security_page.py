@@ -37,7 +37,7 @@ SESSION = {"zookeeper_session_timeout_ms": 3_000}
 
 
 class Page:
-    """The blocks of the page in their order, with the places of this test."""
+    """The blocks of the page in their order, with the paths and addresses of this test."""
 
     def __init__(self, cluster: LocalCluster, directory: Path) -> None:
         text = (ROOT / "docs/security.md").read_text(encoding="utf-8")
@@ -81,20 +81,22 @@ class Page:
 
 
 class Journal:
-    """What an application has got, over several clients: outcomes of appends, and a feed."""
+    """What an application has received, over several clients: outcomes of appends, and a feed."""
 
     def __init__(self) -> None:
         self.acknowledged: dict[tuple[int, int], bytes] = {}
         self.repeated: list[WaltzError] = []
         self.failures: list[BaseException] = []
-        self.applied: dict[int, list[tuple[int, bytes]]] = {each: [] for each in range(PARTITIONS)}
+        self.applied: dict[int, list[tuple[int, bytes]]] = {
+            number: [] for number in range(PARTITIONS)
+        }
         self._numbers = itertools.count()
 
     def new_row(self, partition: int) -> bytes:
         return b"%d/%d" % (partition, next(self._numbers))
 
     def await_progress(self) -> None:
-        """Wait until each partition has committed more, and its feed has delivered that."""
+        """Wait until each partition has committed more rows, and its feed has delivered them."""
         wanted = {each: len(self.applied[each]) + BURST for each in self.applied}
         wait_until(
             "the feed continues",
@@ -106,10 +108,10 @@ class Journal:
         assert self.failures == []
 
     def check_outcomes_against_log(self, connect: str) -> None:
-        """No acknowledged append is lost, none is twice in the log, and the feed has no gap."""
+        """Check that no acknowledged append is lost or duplicated, and that the feed has no gap."""
         assert self.failures == []
         with WaltzClient(connect, PATIENT_CLIENT) as client:
-            log = {each: read_all(client, each) for each in range(PARTITIONS)}
+            log = {partition: read_all(client, partition) for partition in range(PARTITIONS)}
         rows = [row for each in log.values() for _, row in each]
         assert len(rows) == len(set(rows))
         for partition, found in log.items():
@@ -149,16 +151,16 @@ class Application:
         self._client.subscribe(Feed(journal))
         self._is_stopping = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(each,)) for each in range(PARTITIONS)
+            threading.Thread(target=self._run, args=(partition,)) for partition in range(PARTITIONS)
         ]
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Wait for all outcomes, and until the feed has delivered them."""
         self._is_stopping.set()
-        for each in self._threads:
-            each.join()
+        for thread in self._threads:
+            thread.join()
         applied = self._journal.applied
         wait_until(
             "the feed has all acknowledged transactions",
@@ -180,7 +182,7 @@ class Application:
             self._journal.failures.append(error)
 
     def _settle(self, partition: int, row: bytes, future: "Future[int]") -> None:
-        """Keep the ID of a row; it is repeated until it has one."""
+        """Record the ID of a row; append the row again until it has one."""
         while True:
             try:
                 number = future.result(TEST_TIMEOUT_S)
@@ -229,7 +231,7 @@ def configure(cluster: LocalCluster, settings: dict[str, object]) -> None:
 
 
 def logs(cluster: LocalCluster) -> str:
-    return "".join(cluster.log_path(each.name).read_text() for each in cluster.members)
+    return "".join(cluster.log_path(member.name).read_text() for member in cluster.members)
 
 
 def create_certificates(directory: Path) -> None:
@@ -241,7 +243,7 @@ def create_certificates(directory: Path) -> None:
 
 
 def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
-    """A process without TLS, and one without a token, get nothing."""
+    """Check that a process without TLS, and a process without a token, are rejected."""
     connect = cluster.connect.partition("?")[0]
     for timeout_ms in (2_000, 20_000, 200_000):
         with (
@@ -251,7 +253,8 @@ def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
             client.high_water_mark(0)
         if isinstance(caught.value, TlsFailed):
             break
-        # A busy machine had not connected by then: the next client has more time.
+        # On a busy machine, the client may not have connected by then: the next client has more
+        # time.
     assert isinstance(caught.value, TlsFailed)
     with (
         WaltzClient(f"{connect}?tls={authorities}", PATIENT_CLIENT) as client,

@@ -9,7 +9,7 @@ import pytest
 from tests.fault.load import Scenario, owner_addresses, wait_until
 from waltz_core.local import running_cluster
 
-# Nothing in this file may take so long.
+# A session timeout that is longer than any step in this file.
 SESSION_MS = 60_000
 
 
@@ -26,9 +26,9 @@ def scenario(tmp_path: Path) -> Iterator[Scenario]:
 def test_partitions_of_a_killed_server_move_at_once(scenario: Scenario):
     killed = scenario.cluster.member("server-1")
     others = {
-        f"127.0.0.1:{each.port}"
-        for each in scenario.cluster.members
-        if each.kind == "server" and each is not killed
+        f"127.0.0.1:{member.port}"
+        for member in scenario.cluster.members
+        if member.kind == "server" and member is not killed
     }
     wait_until(
         "all three servers own partitions", lambda: len(owner_addresses(scenario.cluster)) == 3
@@ -41,8 +41,8 @@ def test_partitions_of_a_killed_server_move_at_once(scenario: Scenario):
             lambda: owner_addresses(scenario.cluster) == others,
         )
         load.await_commits()
-        # No other server can report the death of the last server. It still runs, and a server
-        # killed at the same time leaves all its partitions to it.
+        # If two of three servers die, the last server takes over their partitions. If the last
+        # server dies, no other server can report its death.
         scenario.cluster.kill("server-2")
         wait_until(
             "one server owns all partitions", lambda: len(owner_addresses(scenario.cluster)) == 1

@@ -33,7 +33,7 @@ class Daemon(ChildProcess):
             self.run(waltz_command(kind, "run", "--config", str(config)), log)
 
     def output(self) -> str:
-        """Return its log; it has to run."""
+        """Return the daemon's log; fail if the daemon has exited."""
         text = self._log.read_text(encoding="utf-8")
         assert self.process.poll() is None, text
         return text
@@ -41,7 +41,7 @@ class Daemon(ChildProcess):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Give a cluster without processes but ZooKeeper's."""
+    """Yield a cluster of which only ZooKeeper runs."""
     cluster = LocalCluster(tmp_path_factory.mktemp("cluster"), exit_with_parent=True)
     try:
         cluster.prepare()
@@ -50,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         cluster.down()
 
 
-# The first answer is that to the request for a session; reading and registering come after it.
+# ZooKeeper's first answer is for the request for a session. The daemon reads and registers later.
 @pytest.mark.parametrize(
     ("kind", "answers"), [("server", 1), ("server", 4), ("storage", 2), ("storage", 6)]
 )

@@ -35,7 +35,7 @@ LAG_MAX = 300
 
 
 class Database(NamedTuple):
-    """A database and how it is used."""
+    """A database, and whether instances apply batches to it."""
 
     url: str
     isolation: str | None
@@ -44,8 +44,8 @@ class Database(NamedTuple):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Give the connect string of a cluster."""
-    where = tmp_path_factory.mktemp("cluster")
-    with local.cluster(where, storage_count=1, server_count=1) as connect:
+    directory = tmp_path_factory.mktemp("cluster")
+    with local.cluster(directory, storage_count=1, server_count=1) as connect:
         yield connect
 
 
@@ -112,7 +112,7 @@ class Log:
         while not condition():
             assert time.monotonic() < deadline, f"not in time: {description}"
             if sum(self.marks().values()) - sum(read_marks(self._engine).values()) > LAG_MAX:
-                time.sleep(0.02)  # other processes apply, and report it only in the database
+                time.sleep(0.02)  # other processes apply, and only the database shows it
                 continue
             self.write(1)
 
@@ -131,8 +131,8 @@ class Log:
             future.result()
 
     def marks(self) -> dict[int, int]:
-        found = self.client.high_water_marks(linearizable=True)
-        return {partition: int(mark) for partition, mark in found.items()}
+        marks = self.client.high_water_marks(linearizable=True)
+        return {partition: int(mark) for partition, mark in marks.items()}
 
     def sums(self) -> dict[int, int]:
         """Return the sums computed from the log."""
@@ -140,7 +140,7 @@ class Log:
         for partition, last in self.marks().items():
             chunks = self.client.read_range(partition, 0, last, form=RangeForm.HEADERS)
             headers = [np.frombuffer(chunk.records, dtype=HEADER_DTYPE) for chunk in chunks]
-            found[partition] = sum(int(each["header"].sum(dtype=np.int64)) for each in headers)
+            found[partition] = sum(int(header["header"].sum(dtype=np.int64)) for header in headers)
         return found
 
 
@@ -166,7 +166,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
     numbers = itertools.count(1)
 
     def start() -> Instance:
-        number = next(numbers)  # every second one applies a batch with one statement each
+        number = next(numbers)  # every second instance applies each batch with one statement
         name = f"instance {number}"
         return Instance(cluster, place, name, tmp_path, together=number % 2 == 0)
 
@@ -189,11 +189,11 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
                     )
                 victim.kill()
                 instances[number % 2] = start()
-            for each in instances:
-                log.write_until_applied_by(each.name, 1)
+            for instance in instances:
+                log.write_until_applied_by(instance.name, 1)
             wait_until("all transactions are applied", lambda: read_marks(engine) == log.marks())
-            for each in instances:
-                each.end()
+            for instance in instances:
+                instance.end()
         finally:
             for each in instances:
                 each.kill()
@@ -207,7 +207,9 @@ def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path)
         engine = create_engine(place.url, place.isolation)
         METADATA.create_all(engine)
         with engine.begin() as connection:
-            rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
+            rows = [
+                {"partition_id": number, "total": 0} for number in range(client.partition_count)
+            ]
             connection.execute(SUMS.insert(), rows)
         log = Log(client, engine)
         instance = Instance(cluster, place, "alone", tmp_path)
@@ -235,7 +237,7 @@ def check(engine: sa.Engine, log: Log) -> None:
         ).all()
         sums = dict(connection.execute(sa.select(SUMS.c.partition_id, SUMS.c.total)).all())
     everything = [
-        (partition, each) for partition, mark in log.marks().items() for each in range(mark + 1)
+        (partition, number) for partition, mark in log.marks().items() for number in range(mark + 1)
     ]
     assert sorted(tuple(row) for row in entries) == sorted(everything)
     assert sums == log.sums()
@@ -277,7 +279,7 @@ def test_a_view_finds_the_new_primary(postgres: postgres.PostgresServer) -> None
     with admin.connect() as connection:
         connection.exec_driver_sql(f"ALTER DATABASE {database} SET default_transaction_read_only=1")
     engine.dispose()
-    with engine.connect():  # stays in the pool, as a connection to a demoted primary does
+    with engine.connect():  # the pool keeps it, like that to a demoted primary
         pass
     with admin.connect() as connection:
         connection.exec_driver_sql("SET default_transaction_read_only=0")

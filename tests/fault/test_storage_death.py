@@ -49,10 +49,13 @@ def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
         scenario.cluster.kill("storage-2")
         scenario.cluster.kill("storage-3")
         with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
-            futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
-            assert not any(each.done() for each in futures)
+            futures = [
+                client.append(scenario.row(partition), partition=partition)
+                for partition in range(4)
+            ]
+            assert not any(future.done() for future in futures)
             scenario.cluster.start("storage-2")
-            assert all(each.result(TEST_TIMEOUT_S) >= 0 for each in futures)
+            assert all(future.result(TEST_TIMEOUT_S) >= 0 for future in futures)
         load.await_commits()
         scenario.cluster.start("storage-3")
         load.await_commits()
@@ -109,7 +112,7 @@ def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
 
 def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:
     """Return the servers' log lines about slow appends at a storage."""
-    logs = [cluster.log_path(each.name) for each in cluster.members if each.kind == "server"]
+    logs = [cluster.log_path(member.name) for member in cluster.members if member.kind == "server"]
     lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "append.slow" in line and f"replica={storage} " in line]
 
@@ -122,18 +125,20 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
         wait_until("the log names the storage", lambda: slow_lines(cluster, storage))
 
         def is_found() -> bool:
-            found = run_doctor(*remote_options(cluster.connect))
-            return ("storage-slow", storage) in {(each["name"], each["about"]) for each in found}
+            findings = run_doctor(*remote_options(cluster.connect))
+            return ("storage-slow", storage) in {
+                (finding["name"], finding["about"]) for finding in findings
+            }
 
         wait_until("the doctor names the storage", is_found)
         load.await_commits()
     others = [member_address(cluster, each) for each in ("storage-1", "storage-3")]
 
     def is_no_other_named() -> bool:
-        found = run_doctor(*remote_options(cluster.connect))
-        return not any(each["about"] in others for each in found)
+        findings = run_doctor(*remote_options(cluster.connect))
+        return not any(finding["about"] in others for finding in findings)
 
-    # On a busy machine another one may not answer the doctor in time.
+    # On a busy machine, another storage may not answer the doctor in time.
     wait_until("the doctor names no other storage", is_no_other_named)
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()
@@ -144,7 +149,7 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
 
 def delete(directory: Path) -> None:
     def is_deleted() -> bool:
-        shutil.rmtree(directory, ignore_errors=True)  # new files may come meanwhile
+        shutil.rmtree(directory, ignore_errors=True)  # the storage may create files meanwhile
         return not directory.exists()
 
     wait_until("the directory is deleted", is_deleted)
@@ -161,9 +166,9 @@ def put_copy_back(directory: Path) -> None:
 def failed_page(cluster: LocalCluster, name: str, path: str) -> dict[str, object]:
     """Return the content of a page that reports an error."""
     page = f"http://127.0.0.1:{cluster.member(name).http_port}{path}"
-    with pytest.raises(urllib.error.HTTPError) as found:
+    with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(page, timeout=TEST_TIMEOUT_S)
-    with found.value as answer:
+    with caught.value as answer:
         assert answer.code == 503
         content: dict[str, object] = json.loads(answer.read())
     return content
@@ -185,16 +190,16 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
             "the storage has detected the damage",
             lambda: log.read_text(encoding="utf-8").count("storage.files_replaced") > before,
         )
-        (found,) = await_findings({"replica-unreadable"}, *doctor_options)
-        assert found["about"] == f"1 {storage}"
-        assert "deleted or replaced" in found["sentence"]
+        (finding,) = await_findings({"replica-unreadable"}, *doctor_options)
+        assert finding["about"] == f"1 {storage}"
+        assert "deleted or replaced" in finding["sentence"]
         why_not = failed_page(cluster, "storage-2", "/health")["not_served_reasons"]
         assert isinstance(why_not, dict)
         assert "deleted or replaced" in why_not["1"]
         unready = failed_page(cluster, "storage-2", "/readyz")
         assert unready["reasons"] == [f"partition 1 is not open: {why_not['1']}"]
         load.await_commits()
-        output = run_printed_command(found["command"])
+        output = run_printed_command(finding["command"])
         wait_until(f"the doctor reports nothing; {output}", lambda: not run_doctor(*doctor_options))
         load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1

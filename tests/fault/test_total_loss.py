@@ -42,8 +42,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, archive: str) -> Iterator[
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
-    with running_cluster(tmp_path_factory.mktemp("cluster"), **options) as found:
-        yield found
+    with running_cluster(tmp_path_factory.mktemp("cluster"), **options) as cluster:
+        yield cluster
 
 
 def run(*words: str, code: int = 0) -> Any:
@@ -90,9 +90,9 @@ def log_of(connect: str, partition: int) -> list[bytes]:
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         last = client.high_water_mark(partition)
         return [
-            bytes(each.data)
+            bytes(row.data)
             for chunk in client.read_range(partition, 0, last, form=RangeForm.WHOLE)
-            for each in chunk.rows()
+            for row in chunk.rows()
         ]
 
 
@@ -107,8 +107,8 @@ def check_log(connect: str, partition: int, expected: list[bytes]) -> None:
             "client", "watch", "--connect", connect, *words, "--transactions", str(len(rest))
         )
         rows = [json.loads(line) for line in consumed.stdout.splitlines()]
-        assert [each["data"].encode() for each in rows] == rest
-        assert [each["transaction_id"] for each in rows] == [*range(applied, len(expected))]
+        assert [row["data"].encode() for row in rows] == rest
+        assert [row["transaction_id"] for row in rows] == [*range(applied, len(expected))]
 
 
 TALLIES = sa.Table(
@@ -120,7 +120,7 @@ TALLIES = sa.Table(
 
 
 class Tally(SqlCallbacks):
-    """A view that has a row for each transaction that it has applied."""
+    """A view with a row for each transaction that it has applied."""
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
         partition, last = int(transaction.partition_id), int(transaction.transaction_id)
@@ -129,7 +129,7 @@ class Tally(SqlCallbacks):
 
 def apply_view(engine: sa.Engine, connect: str, logs: list[list[bytes]]) -> None:
     """Follow the log until the view has each transaction once."""
-    expected = [(each, last) for each, log in enumerate(logs) for last in range(len(log))]
+    expected = [(number, last) for number, log in enumerate(logs) for last in range(len(log))]
 
     def is_complete() -> bool:
         with engine.connect() as connection:
@@ -167,7 +167,7 @@ async def write_once(coordinator: Coordinator) -> None:
 
 
 async def repeat_write(coordinator: Coordinator) -> object:
-    """Begin it again, as a later run does; a task cannot enter, and the summary is the old one."""
+    """Begin the write again like a later run, whose tasks cannot enter; return its summary."""
     state = await coordinator.writes.begin("monday", {0: 99}, 1 << 40)
     with pytest.raises(ConnectionSuperseded, match="monday"):
         await coordinator.writes.enter("monday", 1, "later", coordinator.next_client_id)
@@ -232,8 +232,8 @@ def test_a_lost_cluster_is_restored_and_continues(
 
 
 def doctor_findings(connect: str) -> list[dict[str, Any]]:
-    found = run_command("doctor", "--connect", connect, "--json")
-    findings: list[dict[str, Any]] = json.loads(found.stdout)["findings"]
+    result = run_command("doctor", "--connect", connect, "--json")
+    findings: list[dict[str, Any]] = json.loads(result.stdout)["findings"]
     return findings
 
 

@@ -46,7 +46,7 @@ class UserChange:
         return self.cluster.connect.partition("?")[0]
 
     def restart_all(self, auth: str, load: Load) -> None:
-        """Restart storages and servers, one after the other, with this content of their file."""
+        """Write the auth file; restart storages and servers, one after the other."""
         self.members_file.write_text(auth)
         self.cluster._load_state().auth_file = str(self.members_file)
         for member in self.cluster.members:
@@ -90,10 +90,10 @@ class UserChange:
             client.high_water_marks()
         await_findings([], *remote_options(members))
         await_findings([], *remote_options(administrators))
-        (found,) = await_findings(
+        (finding,) = await_findings(
             ["zookeeper-access-denied"], *remote_options(self.connect_without_user)
         )
-        assert "requires authentication for " in found["sentence"]
+        assert "requires authentication for " in finding["sentence"]
         denied = run_command("cluster", "auto-assign", "--connect", members)
         assert "expected the auth file of an administrator" in denied.stderr
         result = run_command("cluster", "audit", "--connect", administrators)
@@ -101,12 +101,12 @@ class UserChange:
 
 
 def check_no_append_failed(load: Load) -> None:
-    """Wait for commits; each row is committed, or may be sent again as it is.
+    """Wait for commits; check that each row is committed, or may be sent again unchanged.
 
     A partition that moves, or whose storage ends, does not commit all rows in flight.
     """
     load.await_commits()
-    assert set(load.failure_reasons) <= {each.name for each in TRANSIENT_OUTCOMES}
+    assert set(load.failure_reasons) <= {outcome.name for outcome in TRANSIENT_OUTCOMES}
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def user_change(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureReq
 def test_a_cluster_changes_from_one_zookeeper_user_to_two_while_clients_append(
     user_change: UserChange,
 ):
-    """Clients keep their file and their sessions."""
+    """Clients keep their auth file and their sessions."""
     scenario = Scenario(user_change.cluster)
     with scenario.load() as load:
         load.await_commits()
@@ -128,7 +128,7 @@ def test_a_cluster_changes_from_one_zookeeper_user_to_two_while_clients_append(
         check_no_append_failed(load)
         user_change.protect()
         check_no_append_failed(load)
-        # Partitions can also move with the new permissions.
+        # With the new permissions, partitions can still move.
         user_change.restart("server-1", load)
         check_no_append_failed(load)
     user_change.check_no_process_was_denied()

@@ -28,7 +28,7 @@ from waltz_core.local import LocalCluster, running_cluster
 
 pytestmark = pytest.mark.fault
 STORAGE_COUNT = 1
-# Nothing in this file may take so long.
+# A session timeout that is longer than any step in this file.
 REQUEST_MS = 600_000
 KEEP_MS = 1 << 34
 SERVERS = ("server-1", "server-2")
@@ -152,7 +152,8 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
                 cluster.kill("storage-1")
                 cluster.start("storage-1")
                 load.await_commits()
-                # While no server had an open partition, this server may have received some.
+                # While no partition was open, the leader may have assigned partitions to this
+                # server.
                 wait_until(
                     "the other servers own all partitions",
                     lambda: owner_addresses(cluster) == others,
@@ -232,13 +233,13 @@ def test_partitions_of_a_hanging_server_move_and_the_server_rejoins(
 
 def owned_by(scenario: Scenario, name: str) -> list[int]:
     """Return the partitions that a server owns."""
-    where = member_address(scenario.cluster, name)
+    address = member_address(scenario.cluster, name)
     found = show_partitions(scenario.cluster).items()
-    return [number for number, each in found if each["server"] == where]
+    return [number for number, finding in found if finding["server"] == address]
 
 
 def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Scenario):
-    """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
+    """The client is like a Spark task: it has the cluster's layout, but no ZooKeeper session."""
     owned: list[int] = []
     wait_until(
         "the server owns partitions", lambda: owned.extend(owned_by(scenario, "server-1")) or owned
@@ -341,7 +342,7 @@ def server_down(scenario: Scenario, name: str) -> Iterator[None]:
 
 
 def test_a_write_begins_continues_and_finishes_while_servers_are_killed(scenario: Scenario) -> None:
-    """Any server that lives carries out the operations on the registry of writes."""
+    """Any live server can carry out the operations on the registry of writes."""
     connect, row = scenario.cluster.connect, scenario.row(2)
     with server_down(scenario, "server-1"):
         begin(scenario, "claim-3")

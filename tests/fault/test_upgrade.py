@@ -95,10 +95,10 @@ def check_clients(scenario: Scenario, released_packages: Path) -> None:
     """Let an application with each version append, lose a conflict, read and follow."""
     for directory in (released_packages, None):
         words = (scenario.cluster.connect, str(TEST_TIMEOUT_S), scenario.row(0).hex())
-        found = json.loads(run_script(APPLICATION, *words, directory=directory))
-        assert found["package"].startswith(str(released_packages)) == (directory is not None)
-        assert found["winner"] >= found["first"] == found["applied"]
-        assert found["is_equal"]
+        document = json.loads(run_script(APPLICATION, *words, directory=directory))
+        assert document["package"].startswith(str(released_packages)) == (directory is not None)
+        assert document["winner"] >= document["first"] == document["applied"]
+        assert document["is_equal"]
 
 
 def replace(scenario: Scenario, load: Load, name: str, directory: Path | None) -> None:
@@ -142,7 +142,7 @@ def test_files_of_a_newer_version_are_rejected_in_one_sentence(scenario: Scenari
         timeout=TEST_TIMEOUT_S,
     )
     assert result.returncode == 1
-    (sentence,) = [each for each in result.stderr.splitlines() if each.startswith("waltz-core: ")]
+    (sentence,) = [line for line in result.stderr.splitlines() if line.startswith("waltz-core: ")]
     assert f"{file}: control file header: expected version 0, found 1. Hint: if a newer" in sentence
     assert "Traceback" not in result.stderr
     assert file.read_bytes() == newer

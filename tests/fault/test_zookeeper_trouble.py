@@ -29,8 +29,8 @@ from waltz_core.errors import BadConfig, CoordinatorUnavailable, WaltzError
 from waltz_core.local import LocalCluster, Member, running_cluster
 
 OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
-# Longer than a busy machine delays a process. A longer pause means that the process has waited for
-# a session.
+# A busy machine delays a process for less than this time. A longer pause means that the process has
+# waited for a session.
 SESSION_MS = 3_000
 # The tests wait for commits while ZooKeeper is unavailable, so no append waits for ZooKeeper. In
 # addition, no pause is as long as a session. On a busy machine any process pauses, so this limit
@@ -44,8 +44,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 @pytest.fixture(scope="module")
 def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Give a cluster with an ensemble, with short sessions."""
-    where = tmp_path_factory.mktemp("ensemble")
-    with running_cluster(where, settings=SETTINGS, zookeeper_count=3) as cluster:
+    directory = tmp_path_factory.mktemp("ensemble")
+    with running_cluster(directory, settings=SETTINGS, zookeeper_count=3) as cluster:
         yield Scenario(cluster)
 
 
@@ -57,8 +57,8 @@ def print_measurement(text: str) -> None:
 def servers_view(cluster: LocalCluster) -> ServersView:
     """Read from ZooKeeper the registered processes, and the owners.
 
-    An ensemble that has just elected a leader accepts no session for a while, on a busy machine
-    for longer than a client waits.
+    After the election of a leader, an ensemble accepts no session for a while. On a busy machine,
+    this is longer than a client waits.
     """
 
     async def read() -> ServersView:
@@ -87,9 +87,9 @@ def await_spread(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
     """Wait until all servers own something and each has a session of its generation."""
     wait_until(
         "both servers own partitions",
-        lambda: len({each[0] for each in owners(cluster).values()}) == 2,
+        lambda: len({owner[0] for owner in owners(cluster).values()}) == 2,
     )
-    wait_until("healthy", lambda: all(each[0] == 200 for each in healths(cluster).values()))
+    wait_until("healthy", lambda: all(health[0] == 200 for health in healths(cluster).values()))
     return owners(cluster)
 
 
@@ -145,7 +145,7 @@ def test_the_connect_string_names_all_nodes(scenario: Scenario):
             sorted(map(zookeeper_mode, cluster.zookeepers)) == ["follower", "follower", "leader"]
         ),
     )
-    # Any root will do, however deep, and a host that is not there is passed over.
+    # A root may have any depth, and an unavailable host is skipped.
     connect_without_cluster = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
     for words in (("create", "--partitions", "1", "--storage", "127.0.0.1:2:3"), ("show",)):
         result = run_command("cluster", *words, connect_without_cluster)
@@ -154,7 +154,7 @@ def test_the_connect_string_names_all_nodes(scenario: Scenario):
 
 
 def test_the_loss_of_the_leading_zookeeper_server_interrupts_no_append(scenario: Scenario):
-    """All sessions lose their connections; with a follower only its own do."""
+    """All sessions lose their connections. If a follower dies, only its sessions do."""
     cluster = scenario.cluster
     before = await_spread(cluster)
     with scenario.load() as load:
@@ -219,8 +219,8 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
         load.await_commits()
         ended_s = time.monotonic()
         assert load.failure_reasons[failures_before:] == []
-        # Also no partition moves after the sessions that no process has resumed have expired. No
-        # event shows this, so the test waits.
+        # Sessions that no process has resumed expire. Then no partition may move either. No event
+        # shows this, so the test waits.
         wait_until(
             "commits for the time of two sessions",
             lambda: time.monotonic() > ended_s + 2 * SESSION_MS / 1000,
@@ -237,9 +237,9 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
 
 @pytest.mark.slow
 def test_no_partition_moves_when_all_zookeeper_sessions_end(tmp_path: Path):
-    """ZooKeeper is alive but unreachable: to it all servers have died, and then they return.
+    """ZooKeeper runs but is unreachable, so the sessions of all servers expire. Then they return.
 
-    One that was killed keeps the sessions, and an ensemble's new leader restarts their timeouts.
+    A killed ZooKeeper would keep the sessions, and a new leader would restart their timeouts.
     """
     cluster = LocalCluster(tmp_path, exit_with_parent=True, storage_count=1, settings=SETTINGS)
     with PortProxy(lambda: cluster.member("zookeeper").port) as gate:
@@ -282,7 +282,7 @@ def is_as_before(cluster: LocalCluster, before: dict[int, tuple[str, int]]) -> b
 
 
 def leads(cluster: LocalCluster) -> bool:
-    """Return whether a node of ZooKeeper leads: then it serves."""
+    """Return whether a node of ZooKeeper is the leader, which implies that it serves."""
     return "leader" in [zookeeper_mode(member) for member in cluster.zookeepers]
 
 
@@ -301,7 +301,7 @@ def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
     await_spread(cluster)
     with scenario.load() as load:
         load.await_commits()
-        lost = cluster.zookeepers[:2]  # the third one alone has no quorum
+        lost = cluster.zookeepers[:2]  # the third server alone is no quorum
         for member in lost:
             cluster.kill(member.name)
         cluster.kill("server-2")
@@ -311,7 +311,7 @@ def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
         wait_until("transaction is a quorum:", lambda: leads(cluster))
         wait_until(
             "the other server owns all partitions",
-            lambda: dead not in {each[0] for each in owners(cluster).values()},
+            lambda: dead not in {owner[0] for owner in owners(cluster).values()},
         )
         load.await_commits()
         cluster.start("server-2")
@@ -355,7 +355,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
     open_connect = cluster.up()
     with WaltzClient(open_connect, PATIENT_CLIENT) as client:
         client.append(b"open", partition=0).result(TEST_TIMEOUT_S)
-    # As in docs/zookeeper.md: first all authenticate, and the nodes they create stay open.
+    # As in docs/zookeeper.md: first, all processes authenticate, and still create open nodes.
     auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
     connect = f"{open_connect}?auth={auth_file}"
     cluster._load_state().auth_file = str(auth_file)
@@ -374,7 +374,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         assert client.high_water_marks() == {0: 1}
     assert cluster.connect == connect
     assert "engaged" in str(show_cluster(cluster)["partitions"])
-    check_only_its_user_is_let_in(tmp_path, open_connect)
+    check_other_users_are_rejected(tmp_path, open_connect)
     # No process shows the password.
     for member in cluster.members:
         process = member.process()
@@ -382,7 +382,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         assert "a long password" not in " ".join(process.cmdline())
 
 
-def check_only_its_user_is_let_in(tmp_path: Path, connect: str) -> None:
+def check_other_users_are_rejected(tmp_path: Path, connect: str) -> None:
     """Try a client without credentials, with other credentials, and with a missing file."""
     unreachable = error_of("cluster", "show", connect)
     assert "requires authentication for /waltz/local:" in unreachable

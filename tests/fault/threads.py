@@ -3,9 +3,9 @@
 It uses ptrace, because a signal would stop the whole process. All calls must come from one thread,
 which also stops threads that the process starts later.
 
-A thread that waits for a disk holds no lock that another thread needs. A thread that is stopped
-elsewhere may hold the lock of the interpreter. Or it has not reported its start yet, and the first
-thread waits for this report. So the process must answer after each stop. If it does not, the thread
+A thread that waits for a disk holds no lock that another thread needs. But a thread that is stopped
+elsewhere may hold the lock of the interpreter, or the first thread may wait until this thread has
+reported its start. So after each stop, the process must answer. If it does not answer, the thread
 continues, and is stopped later.
 """
 
@@ -49,7 +49,7 @@ class _ThreadStopper:
 
     def _stop_new_threads(self) -> None:
         while not self._ended.is_set() and not self.error:
-            with contextlib.suppress(FileNotFoundError):  # it is gone
+            with contextlib.suppress(FileNotFoundError):  # the thread has ended
                 for each in os.listdir(f"/proc/{self._pid}/task"):
                     self._stop(int(each))
             self._has_begun.set()
@@ -83,7 +83,7 @@ _stoppers: list[_ThreadStopper] = []
 def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
     """Stop the threads until the process is killed; skips if that is not allowed.
 
-    `is_answering` requests an answer of the first thread that needs no other thread.
+    `is_answering` requests an answer that the first thread can give without other threads.
     """
     if not Path(f"/proc/{pid}/task").is_dir():
         pytest.skip("only Linux stops single threads")
@@ -95,6 +95,6 @@ def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
 
 
 def resume_threads() -> None:
-    """End the watch; before that no other process can reap the process."""
+    """Let the threads continue. Before this, no other process can reap the process."""
     while _stoppers:
         _stoppers.pop().end()

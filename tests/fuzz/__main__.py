@@ -1,9 +1,9 @@
 """The fuzzer: feeds decoders changed and random bytes, under limits of memory and time.
 
-    python -m tests.fuzz --seconds 600                       # all decoders, 600 s in total
-    python -m tests.fuzz --seconds 600 --decoder hello       # one of them; may be repeated
-    python -m tests.fuzz --decoder hello --atheris           # guided by coverage, until ctrl-C
-    python -m tests.fuzz --decoder hello --input FILE        # one input again
+    python -m tests.fuzz --seconds 600                       # all decoders, 600 s in total python
+    -m tests.fuzz --seconds 600 --decoder hello       # one decoder; may be repeated python -m
+    tests.fuzz --decoder hello --atheris           # guided by coverage, until ctrl-C python -m
+    tests.fuzz --decoder hello --input FILE        # one input again
 
 Each decoder runs in a separate process. The fuzzer prints each defect with its location and its
 bytes, and stores the shortest input for each location in `tests/fuzz/corpus`. The exit code is then
@@ -68,7 +68,7 @@ def prepare(decoders: Iterable[Decoder]) -> None:
             try:
                 decoder.check(data)
             except Defect:
-                continue  # it is found again, under the limits
+                continue  # the run under the limits finds the defect again
     limit_memory()
 
 
@@ -98,9 +98,9 @@ def extreme_inputs(decoder: Decoder) -> Iterator[bytes]:
     """Yield the stored inputs, then inputs with huge numbers; each call yields the same inputs."""
     yield from decoder.corpus().values()
     found = [
-        each
+        with_extreme
         for seed in sorted(decoder.all_seeds(), key=len)[-3:]
-        for each in with_extremes(seed, decoder.words)
+        for with_extreme in with_extremes(seed, decoder.words)
     ]
     count = 2 * decoder.examples
     yield from Random(decoder.name).sample(found, min(count, len(found)))
@@ -220,9 +220,11 @@ def run_atheris(decoder: Decoder) -> None:
     (folder / "inputs").mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(decoder.all_seeds()):
         (folder / "inputs" / f"seed-{number}").write_bytes(data)
-    for each in gc.get_objects():  # `instrument_all` takes minutes
-        if isinstance(each, FunctionType) and (each.__module__ or "").startswith("waltz_"):
-            atheris.instrument_func(each)
+    for get_object in gc.get_objects():  # `instrument_all` takes minutes
+        if isinstance(get_object, FunctionType) and (get_object.__module__ or "").startswith(
+            "waltz_"
+        ):
+            atheris.instrument_func(get_object)
     atheris.Setup(
         [sys.argv[0], f"-artifact_prefix={folder}/", "-rss_limit_mb=2048", str(folder / "inputs")],
         decoder.check,
@@ -244,19 +246,21 @@ def main() -> int:
     parser.add_argument("--input", type=Path, help="a file with the only input")
     parser.add_argument("--atheris", action="store_true", help="needs the package atheris")
     parser.add_argument("--keep-seeds", action="store_true", help="add seeds to the corpus")
-    for each in ("--worker", "--extremes"):  # for processes that this one starts
+    for each in ("--worker", "--extremes"):  # only for child processes
         parser.add_argument(each, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--last", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
         return 0
-    decoders = [BY_NAME[each] for each in arguments.decoder] if arguments.decoder else DECODERS
+    decoders = (
+        [BY_NAME[decoder] for decoder in arguments.decoder] if arguments.decoder else DECODERS
+    )
     if arguments.list:
-        print_line("\n".join(each.name for each in decoders))
+        print_line("\n".join(decoder.name for decoder in decoders))
     elif arguments.input:
-        for each in decoders:
-            check_limited(each, arguments.input.read_bytes())
+        for decoder in decoders:
+            check_limited(decoder, arguments.input.read_bytes())
     elif arguments.keep_seeds:
         keep_seeds(decoders)
     elif arguments.atheris:

@@ -18,7 +18,7 @@ from waltz_core.archive.objects import ArchiveObject, ObjectMetadata
 from waltz_core.errors import BadFormat, ChecksumMismatch
 
 DAMAGED = (BadFormat, ChecksumMismatch)
-NAME_BYTES_MAX = 1_024  # of a key in S3
+NAME_BYTES_MAX = 1_024  # the limit for a key in S3
 
 
 def manifests() -> list[bytes]:
@@ -53,7 +53,7 @@ def changed_objects() -> list[bytes]:
                 values[where] = changed
                 try:
                     array = pa.array(values, column.type)
-                except (pa.ArrowException, OverflowError):  # it is too wide for the column
+                except (pa.ArrowException, OverflowError):  # the value is too wide for the column
                     continue
                 objects_found.append(written(table, name, array))
     objects_found.append(written(table.drop_columns(["header"]), "", None))
@@ -63,9 +63,9 @@ def changed_objects() -> list[bytes]:
 
 def written(table: pa.Table, name: str, array: pa.Array | None) -> bytes:
     if array is not None:
-        at = table.column_names.index(name)
+        index = table.column_names.index(name)
         field = pa.field(name, array.type, nullable=array.null_count > 0)
-        table = table.set_column(at, field, array)
+        table = table.set_column(index, field, array)
     sink = io.BytesIO()
     pq.write_table(table, sink, row_group_size=4, write_page_checksum=True, use_dictionary=False)
     return sink.getvalue()
@@ -73,10 +73,10 @@ def written(table: pa.Table, name: str, array: pa.Array | None) -> bytes:
 
 def read_object(data: bytes) -> None:
     """Read an object completely, verify it, and build its index; each step may detect an error."""
-    found = ArchiveObject(data, "o")
-    groups = range(min(found.group_count, 100))
-    uses = [partial(found.read_row_group, each) for each in groups]
-    uses += [lambda: list(found.verify()), lambda: ObjectIndex(found)]
+    archive_object = ArchiveObject(data, "o")
+    groups = range(min(archive_object.group_count, 100))
+    uses = [partial(archive_object.read_row_group, group) for group in groups]
+    uses += [lambda: list(archive_object.verify()), lambda: ObjectIndex(archive_object)]
     wrong = None
     for each in uses:
         try:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Defect(AssertionError):
-    """A decoder did something that it does not declare; `location` is the line that did it."""
+    """A decoder has violated its declaration in the line `location`."""
 
     def __init__(self, decoder: str, data: bytes, description: str, location: str) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class Decoder:
 
     `decode` returns, or raises one of `errors`, which its docstring declares. It may also check the
     decoded value with assertions. `seeds` returns valid bytes. `seal` corrects the checksums of
-    changed bytes, so that the code after the check of the checksums runs, too. `words` are inserted
+    changed bytes, so that decoding continues after the check of the checksums. `words` are inserted
     into inputs. `examples` is the number of inputs of a quick test.
     """
 
@@ -74,7 +74,7 @@ class Decoder:
     def corpus(self) -> dict[str, bytes]:
         """Return the inputs of the corpus by name."""
         files = sorted((CORPUS / self.name).glob("*.bin"))
-        return {each.name: each.read_bytes() for each in files}
+        return {file.name: file.read_bytes() for file in files}
 
 
 @cache
@@ -95,7 +95,7 @@ def memory_error_in(error: BaseException) -> MemoryError | None:
 def location_of(error: BaseException) -> str:
     """Return the innermost line of the project that an error passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [each for each in frames if each.filename.startswith(str(ROOT))] or frames[:1]
+    own_frames = [frame for frame in frames if frame.filename.startswith(str(ROOT))] or frames[:1]
     if not own_frames:
         return "an unknown location"
     return f"{own_frames[-1].filename.removeprefix(f'{ROOT}/')}:{own_frames[-1].lineno}"

@@ -17,6 +17,6 @@ _FILES = (
     schema_decoders,
     text_decoders,
 )
-DECODERS = tuple(decoder for each in _FILES for decoder in each.DECODERS)
+DECODERS = tuple(decoder for file in _FILES for decoder in file.DECODERS)
 BY_NAME = {each.name: each for each in DECODERS}
 assert len(BY_NAME) == len(DECODERS), "two decoders have one name"

@@ -248,17 +248,17 @@ def open_storage(data: bytes) -> None:
 
 def read_log(log: PartitionLog) -> None:
     """Read all records, headers and batches of a log; damage is an error."""
-    at = log.start.transaction_id + 1
+    next_id = log.start.transaction_id + 1
     for _ in range(READS_MAX):
-        if at > log.max_id:
+        if next_id > log.max_id:
             break
         try:
-            read = log.read_range(at, log.max_id, READ_BYTES_MAX, whole_batches=False)
+            read = log.read_range(next_id, log.max_id, READ_BYTES_MAX, whole_batches=False)
         except WaltzError:
-            at += 1
+            next_id += 1
             continue
         assert read.lengths.size > 0
-        at += int(read.lengths.size)
+        next_id += int(read.lengths.size)
     if log.max_id > BEFORE_FIRST:
         try:
             log.lineage(0, log.max_id)
@@ -269,7 +269,7 @@ def read_log(log: PartitionLog) -> None:
 
 @cache
 def _verified_directory() -> Path:
-    # In memory where that is possible: each input writes a file.
+    # In memory if possible, because each input writes a file.
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=parent))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)

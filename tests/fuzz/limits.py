@@ -26,7 +26,7 @@ _MOST = re.compile(rb"VmHWM:\s+(\d+) kB")
 
 
 class TookTooLong(BaseException):
-    """Not an `Exception`: no decoder may handle it."""
+    """An input took too long. This is not an `Exception`, because no decoder may handle it."""
 
 
 def limit_memory() -> None:

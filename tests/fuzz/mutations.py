@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 INT32_MAX, INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
 MUTATIONS_MAX = 4
 BYTES_MAX = 1 << 16
-# Where a number is a count, a length or an offset, these values do most harm.
+# Values that are most harmful as a count, a length or an offset.
 EXTREMES = (
     *(0, 1, -1, 2, 7, 0x7F, 0x80, 0xFF, 0x100, 0x7FFF, 0x8000, 0xFFFF, 1 << 20, 1 << 24, 1 << 28),
     *(INT32_MAX, INT32_MAX - 1, -INT32_MAX - 1, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62),
@@ -41,7 +41,7 @@ KINDS = (
 
 
 class Mutation(NamedTuple):
-    """One change; `at` is a place, modulo the size, and `value` chooses among values."""
+    """One change; `at` is an offset, modulo the size, and `value` chooses among values."""
 
     kind: str
     at: int
@@ -53,35 +53,35 @@ def mutate(
     data: bytes, other: bytes, mutations: Sequence[Mutation], words: tuple[bytes, ...]
 ) -> bytes:
     """Return changed bytes; `other` is a second input, to splice with."""
-    for each in mutations:
-        data = _apply_mutation(data, other, each, words)[:BYTES_MAX]
+    for mutation in mutations:
+        data = _apply_mutation(data, other, mutation, words)[:BYTES_MAX]
     return data
 
 
 def _apply_mutation(data: bytes, other: bytes, change: Mutation, words: tuple[bytes, ...]) -> bytes:
     kind, position, size, value = change
-    at = position % (len(data) + 1)
+    offset = position % (len(data) + 1)
     mutated = bytearray(data)
     if kind == "cut":
-        del mutated[at:]
+        del mutated[offset:]
     elif kind == "drop":
-        del mutated[at : at + size]
+        del mutated[offset : offset + size]
     elif kind == "repeat":
-        mutated[at:at] = mutated[at : at + size]
+        mutated[offset:offset] = mutated[offset : offset + size]
     elif kind == "splice":
-        mutated[at:] = other[value % (len(other) + 1) :]
+        mutated[offset:] = other[value % (len(other) + 1) :]
     elif kind == "insert":
-        mutated[at:at] = words[value % len(words)]
+        mutated[offset:offset] = words[value % len(words)]
     elif kind == "overwrite":
         word = words[value % len(words)]
-        mutated[at : at + len(word)] = word
+        mutated[offset : offset + len(word)] = word
     elif kind == "number":
         number = _number(value, len(data))
-        mutated[at : at + len(number)] = number
+        mutated[offset : offset + len(number)] = number
     elif kind == "digits":
-        _change_digits(mutated, at, _NUMBERS[value % len(_NUMBERS)])
-    elif at < len(mutated):  # a byte
-        mutated[at] = value % 256 if kind == "byte" else mutated[at] ^ (1 << value % 8)
+        _change_digits(mutated, offset, _NUMBERS[value % len(_NUMBERS)])
+    elif offset < len(mutated):  # a byte
+        mutated[offset] = value % 256 if kind == "byte" else mutated[offset] ^ (1 << value % 8)
     return bytes(mutated)
 
 
@@ -115,7 +115,7 @@ def _mutation(kind: str, number: int) -> Mutation:
     return Mutation(kind, number % BYTES_MAX, 1 + number % 61, number // BYTES_MAX)
 
 
-# Two draws for each, since draws take most of the time of a quick test.
+# Only two draws for each mutation, because draws take most of the time of a quick test.
 mutations = st.builds(_mutation, st.sampled_from(KINDS), st.integers(0, BYTES_MAX**2 - 1))
 
 
@@ -142,17 +142,17 @@ def with_extremes(seed: bytes, words: tuple[bytes, ...]) -> list[bytes]:
     """Return copies of a seed with huge numbers in each place of it."""
     made = []
     step = 1 + len(seed) // 300
-    for at in range(0, len(seed), step):
+    for offset in range(0, len(seed), step):
         for value, width in ((INT32_MAX, 4), (INT64_MAX, 8), ((1 << 32) - 1, 4), (1 << 26, 4)):
             for order in ("big", "little"):
                 number = value.to_bytes(width, order)
-                made.append(seed[:at] + number + seed[at + width :])
+                made.append(seed[:offset] + number + seed[offset + width :])
     if words is TEXT_WORDS:
         numbers = [str(value).encode() for value in (INT32_MAX, INT64_MAX, 1 << 70)]
-        for at in range(0, len(seed), step):
-            if seed[at : at + 1].isdigit() and not seed[at - 1 : at].isdigit():
+        for offset in range(0, len(seed), step):
+            if seed[offset : offset + 1].isdigit() and not seed[offset - 1 : offset].isdigit():
                 for number in numbers:
                     changed = bytearray(seed)
-                    _change_digits(changed, at, number)
+                    _change_digits(changed, offset, number)
                     made.append(bytes(changed))
     return made

@@ -91,9 +91,9 @@ def protobuf_schema() -> RegisteredSchema:
 
 @cache
 def _cache(kind: SchemaType) -> SchemaCache:
-    found = SchemaCache(FixedAnswer(b"{}"), kind)
-    found.add(avro_schema() if kind is SchemaType.AVRO else protobuf_schema())
-    return found
+    schema_cache = SchemaCache(FixedAnswer(b"{}"), kind)
+    schema_cache.add(avro_schema() if kind is SchemaType.AVRO else protobuf_schema())
+    return schema_cache
 
 
 def unpack(kind: SchemaType, data: bytes) -> None:

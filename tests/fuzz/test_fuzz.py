@@ -57,7 +57,7 @@ def test_inputs_of_the_corpus_give_a_value_or_a_declared_error(decoder):
 
 
 def test_every_folder_of_the_corpus_belongs_to_a_decoder():
-    assert {each.name for each in CORPUS.iterdir()} == set(BY_NAME)
+    assert {path.name for path in CORPUS.iterdir()} == set(BY_NAME)
 
 
 def test_huge_numbers_need_no_more_memory_than_the_input_justifies():

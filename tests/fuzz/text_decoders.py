@@ -34,7 +34,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @cache
 def _settings_file() -> Path:
-    # In memory where that is possible: each input writes it.
+    # In memory if possible, because each input writes this file.
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=parent))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -48,9 +48,9 @@ def text_of(data: bytes) -> str:
 
 def settings_files(config_type) -> list[bytes]:
     sample = sample_toml(config_type)
-    lines = [each for each in sample.splitlines() if " = " in each and not each.startswith("# #")]
-    setting_lines = [each.removeprefix("# ") for each in lines]
-    small = [each for each in lines if not each.startswith("#")]
+    lines = [line for line in sample.splitlines() if " = " in line and not line.startswith("# #")]
+    setting_lines = [line.removeprefix("# ") for line in lines]
+    small = [line for line in lines if not line.startswith("#")]
     return ["\n".join(small).encode(), "\n".join(small + setting_lines[-12:]).encode()]
 
 
@@ -59,11 +59,11 @@ def load_settings(config_type, data: bytes) -> None:
     path = _settings_file()
     path.write_bytes(data)
     prefix = f"WALTZ_{config_type.kind.upper()}_"
-    names = [each.name for each in fields(config_type)]
+    names = [field.name for field in fields(config_type)]
     try:
         load_config(config_type, path=path)
     finally:
-        # One variable with these bytes; which one, depends on them.
+        # One variable has these bytes as its value; the bytes also choose the variable.
         variable = prefix + names[sum(data) % len(names)].upper()
         with suppress(BadConfig):
             load_config(config_type, environment={variable: text_of(data)})
@@ -78,8 +78,8 @@ CONNECT_STRINGS = (
 
 
 def parse_connect(data: bytes) -> None:
-    found = parse_connect_string(text_of(data))
-    assert parse_connect_string(str(found)) == found
+    parsed = parse_connect_string(text_of(data))
+    assert parse_connect_string(str(parsed)) == parsed
 
 
 def parse_token(data: bytes) -> None:
@@ -97,13 +97,13 @@ def parse_auth_file(data: bytes) -> None:
 
 def envelopes() -> list[bytes]:
     examples = json.loads((GOLDEN / "envelopes.json").read_text(encoding="utf-8"))
-    return [bytes.fromhex(each["envelope"]) for each in examples]
+    return [bytes.fromhex(example["envelope"]) for example in examples]
 
 
 @cache
 def _encryption() -> Encryption:
     examples = json.loads((GOLDEN / "envelopes.json").read_text(encoding="utf-8"))
-    keys = {each["key_id"]: bytes.fromhex(each["key"]) for each in examples}
+    keys = {example["key_id"]: bytes.fromhex(example["key"]) for example in examples}
     return Encryption(KeyCache(keys.get, "a test"))
 
 
@@ -111,8 +111,8 @@ def decrypt(data: bytes) -> None:
     """Decrypt a payload; it is a payload, or null with a reason."""
     encryption = _encryption()
     encryption.has_cached_key(data)
-    found = encryption.decrypt(data, partition=3, header=7)
-    assert (found.data is None) is (found.error is not None)
+    decrypted = encryption.decrypt(data, partition=3, header=7)
+    assert (decrypted.data is None) is (decrypted.error is not None)
 
 
 SPARK_KINDS = (
@@ -129,18 +129,18 @@ def spark_payloads(data_format: str) -> list[bytes]:
     if data_format == "json":
         values[6:9] = ["YWJj", "2026-01-02", "2026-01-02T03:04:05+00:00"]
         values[11] = [["k", 2]]
-        return [json.dumps({f"c{at}": each for at, each in enumerate(values)}).encode()]
-    return [msgpack.packb({f"c{at}": each for at, each in enumerate(values)})]
+        return [json.dumps({f"c{index}": value for index, value in enumerate(values)}).encode()]
+    return [msgpack.packb({f"c{index}": value for index, value in enumerate(values)})]
 
 
 def unpack(data_format: str, data: bytes) -> None:
     """Unpack a payload into columns, once strictly, and once with nulls for invalid values."""
     rows = pa.array([data], pa.binary())
-    fields = [pa.field(f"c{at}", kind) for at, kind in enumerate(SPARK_KINDS)]
+    fields = [pa.field(f"c{index}", kind) for index, kind in enumerate(SPARK_KINDS)]
     whole = Unpacker(fields, data_format)
     whole.readable_columns(rows)
-    for each in fields:
-        Unpacker([each], data_format).columns(rows, str)
+    for field in fields:
+        Unpacker([field], data_format).columns(rows, str)
 
 
 VALUES = (
@@ -152,7 +152,7 @@ VALUES = (
 
 def packed(serializer) -> list[bytes]:
     values = VALUES if isinstance(serializer, MsgpackSerializer) else ({"a": [1, 2.5, "ü"]}, [])
-    return [serializer.serialize(each) for each in values]
+    return [serializer.serialize(value) for value in values]
 
 
 def compressed() -> list[bytes]:
@@ -183,11 +183,11 @@ def parse_page(data: bytes) -> None:
 def decode_offset(data: bytes) -> None:
     """Decode an offset as Spark gives it: a JSON object."""
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except (ValueError, RecursionError):
         return
-    if isinstance(found, dict):
-        offsets.decode_offset(found)
+    if isinstance(document, dict):
+        offsets.decode_offset(document)
 
 
 def _settings(config_type) -> Decoder:
@@ -202,7 +202,7 @@ def _settings(config_type) -> Decoder:
 
 def _text(name: str, decode, *seeds: str) -> Decoder:
     return Decoder(
-        name, decode, (BadConfig,), lambda: [each.encode() for each in seeds], words=TEXT_WORDS
+        name, decode, (BadConfig,), lambda: [seed.encode() for seed in seeds], words=TEXT_WORDS
     )
 
 

@@ -60,9 +60,9 @@ QUERY_LAST = 1 << 40
 def frames_of(protocol: WireProtocol) -> list[bytes]:
     """Return a frame of each message of each version."""
     return [
-        bytes.fromhex(make_example(each, version)["frame_hex"])
+        bytes.fromhex(make_example(message_class, version)["frame_hex"])
         for version in protocol.versions
-        for each in message_classes(protocol, version)
+        for message_class in message_classes(protocol, version)
     ]
 
 
@@ -94,7 +94,9 @@ def with_header(protocol: WireProtocol, data: bytes) -> bytes:
 
 
 def hellos() -> list[bytes]:
-    encoded_hellos = [Connection(each, is_listener=True).first_bytes() for each in PROTOCOLS]
+    encoded_hellos = [
+        Connection(protocol, is_listener=True).first_bytes() for protocol in PROTOCOLS
+    ]
     return [
         each[FRAME_HEADER.size :] for each in (*encoded_hellos, codec.encode_hello(Hello((), "ü")))
     ]
@@ -126,7 +128,7 @@ def check_client_hello(data: bytes) -> None:
 
 
 def streams() -> list[bytes]:
-    """Return what the far end sends on a connection, after two bytes that choose the near end."""
+    """Return the bytes that a peer sends; the two bytes before them choose the receiving end."""
     byte_streams = []
     for number, protocol in enumerate(PROTOCOLS):
         version = max(protocol.versions_accepted)
@@ -150,7 +152,7 @@ def receive_stream(data: bytes) -> None:
         size = rng.choice((1, 3, 7, 100, 100_000))
         events += near.receive(rest[:size])
         rest = rest[size:]
-    failures = [each for each in events if isinstance(each, ProtocolFailed)]
+    failures = [event for event in events if isinstance(event, ProtocolFailed)]
     assert failures in ([], events[-1:])
     assert not events or isinstance(events[0], HelloReceived | ProtocolFailed)
     if failures:
@@ -208,14 +210,14 @@ def some_records() -> tuple[list[bytes], tuple[LineageEntry, ...]]:
     ]
     entries, chain = [], GENESIS_CHAIN
     for first, end in pairwise((0, 2, 5)):
-        crcs = b"".join(each[-4:] for each in records[first:end])
+        crcs = b"".join(record[-4:] for record in records[first:end])
         chain = next_chain(chain, first, end - 1, 3, crcs)
         entries.append(LineageEntry(first, end - 1, 3, 1_700_000_000_000, chain))
     return records, tuple(entries)
 
 
 def packed_lengths(records: list[bytes]) -> bytes:
-    return b"".join(len(each).to_bytes(4, "big") for each in records)
+    return b"".join(len(record).to_bytes(4, "big") for record in records)
 
 
 def frame_of(message: messages.Message) -> bytes:
@@ -224,7 +226,7 @@ def frame_of(message: messages.Message) -> bytes:
 
 def server_ranges() -> list[bytes]:
     records, entries = some_records()
-    headers = b"".join(each[:28] for each in records)
+    headers = b"".join(record[:28] for record in records)
     middle = (0, 7, entries)
     whole_log = [
         messages.RangeData(
@@ -237,7 +239,7 @@ def server_ranges() -> list[bytes]:
 
 
 def read_server_range(data: bytes) -> None:
-    """Take a server's answer to a read of the whole log, and convert it to Arrow."""
+    """Process a server's answer to a read of the whole log, and convert it to Arrow."""
     message = decode_message(WireProtocol.CLIENT, data)
     if not isinstance(message, messages.RangeData):
         return
@@ -254,7 +256,7 @@ def to_arrow(chunk) -> None:
             chunk.records, chunk.lengths, chunk.stamps, columns, partition_id=0
         )
         assert [row.data for row in chunk.rows()] == [
-            each for batch in found for each in batch.column("data").to_pylist()
+            row for batch in found for row in batch.column("data").to_pylist()
         ]
     else:
         columns.remove("data")
@@ -266,7 +268,7 @@ def to_arrow(chunk) -> None:
 def storage_ranges() -> list[bytes]:
     records, entries = some_records()
     run, lengths = b"".join(records), packed_lengths(records)
-    headers = b"".join(each[:28] for each in records)
+    headers = b"".join(record[:28] for record in records)
     locations = encode_locations([FileLocation(0, 128, 100), FileLocation(0, 228, len(run) - 100)])
     forms = (
         (RangeForm.WHOLE, lengths, run),
@@ -316,17 +318,17 @@ class Answering:
         self._message = message
 
     def send(self, request: messages.Message) -> None:
-        """Drop it."""
+        """Drop the message."""
 
     def abort(self, reason: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def receive(self):
         return self._message, 0
 
 
 def read_storage_range(data: bytes) -> None:
-    """Take a storage's answer to a read of the whole log."""
+    """Process a storage's answer to a read of the whole log."""
     message = decode_message(WireProtocol.STORAGE, data)
     if not isinstance(message, messages.RangeBytes):
         return
@@ -342,7 +344,7 @@ def read_storage_range(data: bytes) -> None:
 
 
 def check_storage_range(data: bytes) -> None:
-    """Take a storage's answer as a server does, which reads and repairs."""
+    """Process a storage's answer like a server, which reads and repairs."""
     message = decode_message(WireProtocol.STORAGE, data)
     if not isinstance(message, messages.RangeBytes):
         return
@@ -354,9 +356,9 @@ def check_storage_range(data: bytes) -> None:
     if message.form == RangeForm.WHOLE:
         uses.append(partial(verify_records, message, first=message.first, last=QUERY_LAST))
     wrong = None
-    for each in uses:
+    for use in uses:
         try:
-            each()
+            use()
         except _DAMAGED as error:
             wrong = error
     if wrong is not None:
@@ -379,7 +381,7 @@ def feed_batches() -> list[bytes]:
 
 
 def take_feed(data: bytes) -> None:
-    """Take a batch of a feed, with a filter and without."""
+    """Process a batch of a feed, with a filter and without."""
     message = decode_message(WireProtocol.CLIENT, data)
     if not isinstance(message, messages.FeedBatch):
         return
@@ -399,7 +401,7 @@ def append_results() -> list[bytes]:
 
 
 def take_append_result(data: bytes) -> None:
-    """Take the answer to an append."""
+    """Process the answer to an append."""
     message = decode_message(WireProtocol.CLIENT, data)
     if isinstance(message, messages.AppendResult):
         _decode_outcome(message, max(1, len(message.reasons)))
@@ -419,7 +421,7 @@ def rejection_lists() -> list[bytes]:
 
 
 def take_rejections(data: bytes) -> None:
-    """Take the newest rejections of a partition."""
+    """Process the newest rejections of a partition."""
     message = decode_message(WireProtocol.CLIENT, data)
     if isinstance(message, messages.RejectionsResponse):
         decode_rejections(message)

@@ -33,9 +33,9 @@ def captured_nodes(kind: str) -> list[bytes]:
     """Return the nodes of a kind that Waltz 0.13 has written."""
     entries = json.loads(GOLDEN.read_text())
     return [
-        bytes.fromhex(each["hex"])
-        for each in entries
-        if (each.get("decoded") or {}).get("kind") == kind
+        bytes.fromhex(entry["hex"])
+        for entry in entries
+        if (entry.get("decoded") or {}).get("kind") == kind
     ]
 
 
@@ -77,7 +77,7 @@ def decode_json_node(from_bytes, to_bytes, data: bytes) -> None:
     found = from_bytes(data)
     try:
         again = to_bytes(found)
-    except ValueError:  # a text with half a character, which JSON can express and UTF-8 cannot
+    except ValueError:  # a lone surrogate, which is valid in JSON but not in UTF-8
         return
     found = from_bytes(again)
     assert from_bytes(to_bytes(found)) == found
@@ -118,8 +118,8 @@ def saved_manifest() -> SavedManifest:
         for first in (0, 5)
     ]
     manifest = Manifest(KEY.bytes, 0, 0, 0, -1, GENESIS_CHAIN)
-    for each in entries:
-        manifest = manifest.with_object(each)
+    for entry in entries:
+        manifest = manifest.with_object(entry)
     page = ManifestPage(tuple(entries[:1]))
     data = manifest.with_page("k/0/manifests/page", page).to_bytes()
     return SavedManifest("m", crc32(data), data, (page.to_bytes(),))
@@ -147,8 +147,8 @@ def sealed_backup(data: bytes) -> bytes:
     """Return a backup with the CRCs of its manifests and their pages, and of itself."""
     try:
         values = strict_json.from_json(data.partition(b"\n")[2])
-        for each in values["partitions"]:
-            files = each.get("manifest") or {"pages": [], "head": ""}
+        for partition in values["partitions"]:
+            files = partition.get("manifest") or {"pages": [], "head": ""}
             pages = [sealed_frame(page.encode()) for page in files["pages"]]
             head = strict_json.from_json(files["head"].encode().partition(b"\n")[2])
             for stated, page in zip(head["pages"], pages, strict=False):
@@ -168,7 +168,7 @@ def decode_backup(data: bytes) -> None:
 
 def _binary(name: str, value_class, *values) -> Decoder:
     def seeds() -> list[bytes]:
-        return [each.to_bytes() for each in values] + captured_nodes(value_class.__name__)
+        return [value.to_bytes() for value in values] + captured_nodes(value_class.__name__)
 
     return Decoder(name, partial(decode_node, value_class), (BadFormat,), seeds)
 
@@ -176,7 +176,7 @@ def _binary(name: str, value_class, *values) -> Decoder:
 def _json(name: str, value_class, *values) -> Decoder:
     decode = partial(decode_json_node, value_class.from_bytes, value_class.to_bytes)
     return Decoder(
-        name, decode, (BadFormat,), lambda: [each.to_bytes() for each in values], words=TEXT_WORDS
+        name, decode, (BadFormat,), lambda: [value.to_bytes() for value in values], words=TEXT_WORDS
     )
 
 

@@ -96,7 +96,7 @@ def test_the_control_file_has_the_same_current_structure_as_in_waltz_0_13(tmp_pa
 
 
 def original_directory(tmp_path):
-    """Lay out the golden directory of an original, partition 0 assigned."""
+    """Create the golden directory of a 0.13 storage, with partition 0 assigned."""
     (tmp_path / "0").mkdir()
     name = "0" * 19
     (tmp_path / "0" / f"{name}.seg").write_bytes(bytes.fromhex(load("segment_file.json")[0]["hex"]))
@@ -119,7 +119,7 @@ def test_a_directory_of_waltz_0_13_is_inherited_with_its_files_unchanged(tmp_pat
     assert not log.suspect
     read = log.read_range(0, 8, 1 << 20, whole_batches=True)
     records = load("segment_file.json")[0]["records"]
-    assert read.records.hex() == "".join(one["hex"] for one in records)
+    assert read.records.hex() == "".join(record["hex"] for record in records)
     assert read.chain_before == GENESIS_CHAIN
     assert read.entries[-1].last == 8
     chain = log.chain
@@ -162,7 +162,8 @@ def test_the_record_crc_covers_header_and_data():
         assert crc32(raw[:-4]) == int(record["recordCrc32"], 16)
 
 
-# Our own layouts: bytes of the first released version. They are added to and never changed.
+# Structures of this project: bytes of the first released version. New ones may be added; existing
+# ones never change.
 
 
 def test_the_layouts_of_this_version_have_not_changed():

@@ -30,7 +30,7 @@ def run_tool(capsys, *words):
 
 
 def test_a_0_13_program_directory_verifies(storage, capsys):
-    # All four partitions were assigned by the original; the golden files are those of one.
+    # Waltz 0.13 had assigned all four partitions; the golden files are those of one partition.
     missing = [
         (
             f"{one}: the directory is missing, but partition {one} is assigned to the storage "
@@ -110,9 +110,11 @@ def test_corruption_anywhere_in_a_0_13_directory_is_found(storage):
         flip_byte(path, at)
         findings = verify_directory(storage, partitions=[0]).findings
         assert findings.error_count, at
-        assert any(one.path == f"0/{NAME}.seg" for one in findings.kept_findings if one.is_error), (
-            at
-        )
+        assert any(
+            finding.path == f"0/{NAME}.seg"
+            for finding in findings.kept_findings
+            if finding.is_error
+        ), at
         flip_byte(path, at)
 
 

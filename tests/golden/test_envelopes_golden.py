@@ -27,10 +27,10 @@ def encryption_of(example: dict[str, Any]) -> Encryption:
 @examples
 def test_a_stored_envelope_is_decrypted(example: dict[str, Any]) -> None:
     envelope = bytes.fromhex(example["envelope"])
-    found = encryption_of(example).decrypt(
+    decrypted = encryption_of(example).decrypt(
         envelope, partition=example["partition"], header=example["header"]
     )
-    assert found == DecryptedPayload(bytes.fromhex(example["payload"]), None)
+    assert decrypted == DecryptedPayload(bytes.fromhex(example["payload"]), None)
 
 
 @examples
@@ -50,7 +50,7 @@ def test_the_same_salt_and_row_give_the_stored_envelope(
 
 @examples
 def test_the_envelope_is_composed_as_documented(example: dict[str, Any]) -> None:
-    """HKDF by the standard library, and AES-GCM through another interface."""
+    """Composes the envelope with HKDF of the standard library, and another interface of AES-GCM."""
     salt, key_id = bytes.fromhex(example["salt"]), example["key_id"].encode()
     extracted = hmac.digest(salt, bytes.fromhex(example["key"]), hashlib.sha256)
     derived = hmac.digest(extracted, b"waltz payload 1\x01", hashlib.sha256)

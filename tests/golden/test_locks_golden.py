@@ -22,10 +22,10 @@ def test_a_lock_has_the_hash_of_waltz_0_13(example: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e['name']}-{e['id']}")
 def test_a_lock_has_the_slots_of_waltz_0_13(example: dict[str, object]) -> None:
-    found = slot_indices([int(str(example["hash_signed"]))], int(str(example["tableSize"])))
-    assert found[:, 0].tolist() == example["indices"]
+    slots = slot_indices([int(str(example["hash_signed"]))], int(str(example["tableSize"])))
+    assert slots[:, 0].tolist() == example["indices"]
 
 
 def test_many_locks_have_the_slots_of_waltz_0_13() -> None:
-    found = slot_indices([e["hash_signed"] for e in EXAMPLES], 30_000)
-    assert found.T.tolist() == [e["indices"] for e in EXAMPLES]
+    slots = slot_indices([e["hash_signed"] for e in EXAMPLES], 30_000)
+    assert slots.T.tolist() == [e["indices"] for e in EXAMPLES]

@@ -107,7 +107,7 @@ def test_messages_of_released_versions_keep_their_bytes_and_their_meaning():
         message = round_trip(protocol, version, data)
         assert (type(message).__name__, version) == (each["message"], each["version"])
         fields = wire_examples.json_fields(message)
-        # Fields that a later version has added are not among those of the example.
+        # An example lacks the fields that a later version has added.
         assert {name: fields[name] for name in each["fields"]} == each["fields"]
 
 
@@ -115,5 +115,5 @@ def test_every_message_of_a_released_version_has_an_example():
     known = {(each["message"], each["version"]) for each in load("waltz_0_2.json")}
     for protocol, versions in wire_examples.RELEASED_VERSIONS.items():
         for version in versions:
-            for each in wire_examples.message_classes(protocol, version):
-                assert (each.__name__, version) in known
+            for message_class in wire_examples.message_classes(protocol, version):
+                assert (message_class.__name__, version) in known

@@ -50,7 +50,7 @@ def store_params(meaning: dict, _path: str) -> model.StoreParams:
 
 def replica_assignments(meaning: dict, _path: str) -> model.ReplicaAssignments:
     return model.ReplicaAssignments(
-        {each["storage"]: tuple(each["partitions"]) for each in meaning["replicas"]}
+        {replica["storage"]: tuple(replica["partitions"]) for replica in meaning["replicas"]}
     )
 
 
@@ -158,7 +158,7 @@ def test_vectors_decode_and_encode_to_their_bytes(name):
     assert decode(type(value).__name__, data, "/r/store/partition/2") == value
 
 
-# Ours; released bytes, never to be edited.
+# Nodes of this version: released bytes, which must never be edited.
 CURRENT_NODES = {
     "0101ffffffffffffffff00000000000000000000000000000000": model.PartitionMarker(
         model.MarkerState.NEW

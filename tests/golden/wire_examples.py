@@ -13,7 +13,7 @@ from waltz_core.wire import codec, fields
 from waltz_core.wire.messages import FieldKind, Message, WireProtocol
 
 EXAMPLES_FILE = Path(__file__).parent / "wire" / "waltz_0_2.json"
-# The versions that Waltz 0.13 does not have; those of 0.2.0.
+# Versions that Waltz 0.13 lacks; the latest versions of release 0.2.0.
 RELEASED_VERSIONS = {
     WireProtocol.CLIENT: (5, 6),
     WireProtocol.STORAGE: (1, 2),
@@ -54,7 +54,7 @@ def to_json_value(value: object) -> Any:
     if isinstance(value, bytes | memoryview):
         return bytes(value).hex()
     if isinstance(value, tuple | list):
-        return [to_json_value(each) for each in value]
+        return [to_json_value(item) for item in value]
     return (
         [to_json_value(each) for each in dataclasses.astuple(value)]
         if is_dataclass_instance(value)
@@ -70,8 +70,8 @@ def is_dataclass_instance(value: object) -> bool:
 def json_fields(message: Message) -> dict[str, Any]:
     """Return the values of a message's fields as JSON has them."""
     return {
-        each.name: to_json_value(getattr(message, each.name))
-        for each in dataclasses.fields(type(message))
+        field.name: to_json_value(getattr(message, field.name))
+        for field in dataclasses.fields(type(message))
     }
 
 
@@ -100,9 +100,9 @@ def add_missing_examples() -> None:
     known = {(each["message"], each["version"]) for each in found}
     for protocol, versions in RELEASED_VERSIONS.items():
         for version in versions:
-            for each in message_classes(protocol, version):
-                if (each.__name__, version) not in known:
-                    found.append(make_example(each, version))
+            for message_class in message_classes(protocol, version):
+                if (message_class.__name__, version) not in known:
+                    found.append(make_example(message_class, version))
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)
     EXAMPLES_FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 

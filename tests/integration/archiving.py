@@ -27,7 +27,7 @@ APPENDED_ROWS: Final = 100
 def archiving_cluster(
     directory: Path, url: str, *, removes_segments: bool = True
 ) -> AbstractContextManager[LocalCluster]:
-    """Start a cluster; with `removes_segments` it keeps two segments of a log, and the newest."""
+    """Start a cluster; with `removes_segments`, each log keeps two segments and the newest one."""
     storage: dict[str, object] = {
         "segment_bytes_max": SEGMENT_BYTES,
         "archive_url": url,
@@ -51,7 +51,7 @@ def payloads_of(records: Buffer, lengths: I64) -> list[bytes]:
 
 
 def append_rows(client: WaltzClient, written: list[bytes]) -> None:
-    """Append rows that differ, one after the other, and note them at their IDs."""
+    """Append different rows, one after the other, and record each row with its ID."""
     for _ in range(APPENDED_ROWS):
         row = b"%d:" % len(written) + bytes(500)
         assert client.append(row, partition=0).result(TEST_TIMEOUT_S) == len(written)
@@ -65,9 +65,9 @@ class ClusterArchive:
         self.store = ArchiveStore(url)
 
     def newest_manifest(self) -> Manifest | None:
-        """Return the manifest that reaches furthest."""
-        names = [each for each in self.store.list_names("") if each.endswith(".json")]
-        found = [Manifest.from_bytes(self.store.read(each), each) for each in names]
+        """Return the manifest with the highest last ID."""
+        names = [name for name in self.store.list_names("") if name.endswith(".json")]
+        found = [Manifest.from_bytes(self.store.read(name), name) for name in names]
         return max(found, key=lambda each: each.last, default=None)
 
     def last(self) -> int:
@@ -115,17 +115,17 @@ class ListedFiles:
         head = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
         assert not head.pages
         self.objects = head.newest_objects
-        listed = {mark.manifest, *(each.name for each in head.newest_objects)}
+        listed = {mark.manifest, *(entry.name for entry in head.newest_objects)}
         files = archive.store.list_files("")
-        assert listed <= {each.name for each in files}
-        self.garbage = [each for each in files if each.name not in listed]
+        assert listed <= {file.name for file in files}
+        self.garbage = [file for file in files if file.name not in listed]
         self.garbage_objects = [each for each in self.garbage if "/objects/" in each.name]
 
 
 def oldest_segment_first_id(cluster: LocalCluster, storage: str) -> int:
     """Return the first ID of a storage's oldest segment file."""
     names = (cluster.directory / storage).glob("**/*.seg")
-    return min(int("".join(filter(str.isdigit, each.stem))) for each in names)
+    return min(int("".join(filter(str.isdigit, name.stem))) for name in names)
 
 
 def append_and_archive(cluster: LocalCluster, archive: ClusterArchive) -> list[bytes]:
@@ -134,7 +134,7 @@ def append_and_archive(cluster: LocalCluster, archive: ClusterArchive) -> list[b
     with WaltzClient(cluster.connect) as client:
         client.mount()
         append_rows(client, written)
-        for storage in STORAGES:  # a session that begins confirms a mark
+        for storage in STORAGES:  # a new session confirms a mark
             cluster.kill(storage)
             cluster.start(storage)
             append_rows(client, written)
@@ -150,16 +150,16 @@ def read_payloads(
     client: WaltzClient, first: int, last: int, replicas: ReplicaSet | None
 ) -> list[bytes]:
     chunks = client.read_range(0, first, last, replicas=replicas)
-    return [row for each in chunks for row in payloads_of(each.records, each.lengths)]
+    return [row for chunk in chunks for row in payloads_of(chunk.records, chunk.lengths)]
 
 
 def check_reads_of_all(cluster: LocalCluster, written: list[bytes]) -> None:
-    """Read everything in each way: removed transactions come from the archive."""
+    """Read all transactions in each way; removed transactions come from the archive."""
     last = len(written) - 1
     with WaltzClient(cluster.connect) as client:
-        for replicas in (None, client.replicas(0)):  # by the server, and by this process
+        for replicas in (None, client.replicas(0)):  # by the server, by this process
             chunks = client.read_range(0, 0, last, replicas=replicas)
-            found = [row for each in chunks for row in payloads_of(each.records, each.lengths)]
+            found = [row for chunk in chunks for row in payloads_of(chunk.records, chunk.lengths)]
             assert found == written
         (filtered,) = client.read_range(0, 0, 9, header_values=[1])
         assert filtered.lengths.size == 0

@@ -16,7 +16,7 @@ from waltz_core.local.zookeeper_process import zookeeper_command, zookeeper_conf
 
 
 class ZooKeeperProcess:
-    """A ZooKeeper of our own, which may be killed and started again on the same data."""
+    """A ZooKeeper process that tests may kill, and start again on the same data."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -39,7 +39,7 @@ class ZooKeeperProcess:
         while not self._answers():
             assert self.process.poll() is None, (self.directory / "zookeeper.log").read_text()
             assert time.monotonic() < deadline, f"no ZooKeeper at {self.host} in {TEST_TIMEOUT_S} s"
-            time.sleep(0.05)  # nothing reports that it has begun to listen
+            time.sleep(0.05)  # no event reports that it listens
 
     def kill(self) -> None:
         assert self.process is not None

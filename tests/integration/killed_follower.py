@@ -41,7 +41,7 @@ def _kill_when_files_are_written(table: Path) -> None:
 
 
 def kill_at_step(step: str, passes: int, table: Path) -> None:
-    """Kill this process at a step, after it was passed some times."""
+    """Kill this process at the given occurrence of a step."""
     when, name = step.split()
     owner = _STEP_CLASSES.get(name, FollowedDeltaTable)
     method = getattr(owner, name)

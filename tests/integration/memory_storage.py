@@ -40,13 +40,13 @@ class ReplicaLog:
             self.lineage.pop()
         if self.lineage and self.lineage[-1].last > last:
             cut = self.lineage.pop()
-            crcs = b"".join(each[-4:] for each in self.records[cut.first :])
+            crcs = b"".join(record[-4:] for record in self.records[cut.first :])
             chain = next_chain(self.chain, cut.first, TransactionId(last), cut.session_id, crcs)
             self.lineage.append(cut._replace(last=TransactionId(last), chain=chain))
 
     def records_between(self, first: int, last: int) -> tuple[bytes, bytes]:
         records = self.records[first : last + 1]
-        return np.array([len(each) for each in records], ">i4").tobytes(), b"".join(records)
+        return np.array([len(record) for record in records], ">i4").tobytes(), b"".join(records)
 
 
 class MemoryStorage:
@@ -139,9 +139,9 @@ class MemoryStorage:
             case messages.RangeRaw():
                 return self._range(log, message, prefix)
             case messages.LineageRequest():
-                before = [each for each in log.lineage if each.last < message.first]
+                before = [entry for entry in log.lineage if entry.last < message.first]
                 rest = log.lineage[len(before) :]
-                found = tuple(each for each in rest if each.first <= message.last)
+                found = tuple(entry for entry in rest if entry.first <= message.last)
                 chain = before[-1].chain if before else GENESIS_CHAIN
                 return messages.LineageResponse(*prefix, chain, found)
             case messages.LockBlocksRequest():
@@ -180,15 +180,15 @@ class MemoryStorage:
             end += 1
             size += len(log.records[end])
         lineage = tuple(
-            each for each in log.lineage if each.last >= message.first and each.first <= end
+            entry for entry in log.lineage if entry.last >= message.first and entry.first <= end
         )
         if message.whole_batches:
             end = lineage[-1].last
         lengths, records = log.records_between(message.first, end)
         if message.form == RangeForm.HEADERS:
-            records = b"".join(each[:28] for each in log.records[message.first : end + 1])
+            records = b"".join(record[:28] for record in log.records[message.first : end + 1])
             lengths = b""
-        before = [each for each in log.lineage if each.last < message.first]
+        before = [entry for entry in log.lineage if entry.last < message.first]
         return messages.RangeBytes(
             *prefix,
             message.first,

@@ -21,7 +21,7 @@ from waltz_core.local import LocalCluster
 DAEMONS = ("storage-1", "server-1")
 PERMITTED_PARTITION, DENIED_PARTITION = 1, 3
 FAR_FUTURE_MS = 1 << 50
-# Each has a token; the first byte of its secret is the place in this list.
+# Each principal has a token; the first byte of its secret is its index in this list.
 PRINCIPALS = ("nothing", "writer", *(each.value for each in AccessVerb))
 PERMISSIONS = Permissions(
     1,
@@ -94,7 +94,7 @@ def permitted_cluster(
     certificates: Certificates,
     permissions: Permissions = PERMISSIONS,
 ) -> Iterator[ClusterAccess]:
-    """As an operator introduces it: first "report", then permissions, then "on"."""
+    """Run a cluster; introduce access control like an operator: "report", permissions, "on"."""
     settings = {"principal_pattern": "DNS=(localhost)"}
     with (
         daemons_with_access("report", **settings),

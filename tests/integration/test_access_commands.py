@@ -34,7 +34,8 @@ def test_permissions_and_tokens_reach_every_daemon(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    # However long a daemon takes to find the first permissions, its access control is not off.
+    # Even if a daemon takes long to read the first permissions, the command must not report that
+    # the daemon's access control is off.
     monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", TEST_TIMEOUT_S)
     connect_arguments = ("--connect", cluster.connect)
 
@@ -44,7 +45,7 @@ def test_permissions_and_tokens_reach_every_daemon(
         return json.loads(ran.stdout)
 
     def change(*words: str) -> dict[str, object]:
-        """Change the permissions, and see that every daemon uses them."""
+        """Change the permissions, and check that every daemon uses them."""
         changed = access(*words, "--timeout-s", f"{TEST_TIMEOUT_S}")
         assert [each.split()[0] for each in changed["applied"]] == ["server", "storage"]
         for name in ("server-1", "storage-1"):
@@ -59,12 +60,12 @@ def test_permissions_and_tokens_reach_every_daemon(
     file = tmp_path / "token"
     token_id = change("token", "create", "ann", "--file", str(file))["token_id"]
     shown = access("list")
-    assert [(each["verb"], each["partitions"]) for each in shown["grants"]] == [
+    assert [(grant["verb"], grant["partitions"]) for grant in shown["grants"]] == [
         ("replicate", "all"),
         ("read", f"{PARTITION}"),
         ("append", f"{PARTITION}"),
     ]
-    assert [each["id"] for each in shown["tokens"]] == [token_id]
+    assert [token["id"] for token in shown["tokens"]] == [token_id]
     assert access("check", "ann", "append", "--partition", f"{PARTITION}")["permitted"] is True
     assert access("check", "ann", "append", "--partition", "0", code=1)["permitted"] is False
 
@@ -87,7 +88,7 @@ def test_permissions_and_tokens_reach_every_daemon(
 
 def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
     connect_arguments = ("--connect", cluster.connect)
-    run_command("access", "init", *connect_arguments)  # unless another test has
+    run_command("access", "init", *connect_arguments)  # unless another test has done so
     grant = ("access", "grant", "bob", "read", *connect_arguments)
     (address,) = json.loads(run_command("cluster", "show", "--json", *connect_arguments).stdout)[
         "storages"

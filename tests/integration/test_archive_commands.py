@@ -24,7 +24,7 @@ ROWS = APPENDS * ROWS_OF_ONE
 
 
 class Archived(NamedTuple):
-    """A cluster with one partition, of which everything is archived, and the URL of the archive."""
+    """A cluster with one partition, which is archived completely, and the URL of the archive."""
 
     cluster: LocalCluster
     url: str
@@ -37,10 +37,10 @@ class Archived(NamedTuple):
         return result.returncode, json.loads(result.stdout), result.stderr
 
     def status(self, *words: str) -> dict[str, Any]:
-        code, found, _ = self.command("status", *words)
-        assert (code, found["errors"]) == (0, [])
-        (row,) = found["partitions"]
-        return {"archive": found["archive"], **row}
+        code, output, _ = self.command("status", *words)
+        assert (code, output["errors"]) == (0, [])
+        (row,) = output["partitions"]
+        return {"archive": output["archive"], **row}
 
     def append(self) -> None:
         """Append rows, and wait until they are archived."""
@@ -55,14 +55,14 @@ class Archived(NamedTuple):
 
 @pytest.fixture(scope="module")
 def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
-    where = tmp_path_factory.mktemp("archived")
-    url = f"file://{where}/archive"
+    directory = tmp_path_factory.mktemp("archived")
+    url = f"file://{directory}/archive"
     settings: dict[str, dict[str, object]] = {
         "storage": {"archive_url": url, "archive_object_bytes": 20_000, "archive_age_ms": 0},
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running_cluster(where / "cluster", **options) as cluster:
+    with running_cluster(directory / "cluster", **options) as cluster:
         archive = Archived(cluster, url)
         for _ in range(APPENDS):
             archive.append()  # at least one object
@@ -70,23 +70,23 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
 
 
 def test_the_status_shows_the_archived_transactions_of_a_partition(archived: Archived):
-    found = archived.status()
-    assert found["archive"] == archived.url  # as the storages have it
-    assert found["first_available"] == 0
-    assert (found["lag"], found["lag_bytes"], found["lag_s"]) == (0, 0, 0.0)
-    assert found["archived"] == found["high_water_mark"] == ROWS - 1
-    assert archived.path(found["manifest"]).is_file()
-    assert "files" not in found
+    status = archived.status()
+    assert status["archive"] == archived.url  # as in the settings of the storages
+    assert status["first_available"] == 0
+    assert (status["lag"], status["lag_bytes"], status["lag_s"]) == (0, 0, 0.0)
+    assert status["archived"] == status["high_water_mark"] == ROWS - 1
+    assert archived.path(status["manifest"]).is_file()
+    assert "files" not in status
     rows, next_id, size = 0, 0, 0
     listed = archived.status("--objects")
-    for each in listed["files"]:
-        assert each["first"] == next_id
-        assert 0 < each["commit_ms_min"] <= each["commit_ms_max"]
-        rows += pq.read_table(each["url"]).num_rows
-        next_id, size = each["last"] + 1, size + each["bytes"]
+    for file in listed["files"]:
+        assert file["first"] == next_id
+        assert 0 < file["commit_ms_min"] <= file["commit_ms_max"]
+        rows += pq.read_table(file["url"]).num_rows
+        next_id, size = file["last"] + 1, size + file["bytes"]
     assert (rows, next_id, len(listed["files"])) == (ROWS, ROWS, listed["objects"])
-    assert size == listed["bytes"] == found["bytes"]
-    assert found["objects"] > 1
+    assert size == listed["bytes"] == status["bytes"]
+    assert status["objects"] > 1
     text = run_command("archive", "status", "--connect", archived.cluster.connect)
     assert (text.returncode, text.stderr) == (0, f"archive: {archived.url}\n")
     titles, row = text.stdout.splitlines()
@@ -95,11 +95,11 @@ def test_the_status_shows_the_archived_transactions_of_a_partition(archived: Arc
 
 
 def test_the_status_reports_an_unreadable_archive_and_all_other_values(archived: Archived):
-    code, found, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
+    code, output, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
     assert code == 1
-    assert "the directory is mounted" in found["errors"][0]
-    assert found["partitions"][0]["objects"] is None
-    assert found["partitions"][0]["archived"] == ROWS - 1
+    assert "the directory is mounted" in output["errors"][0]
+    assert output["partitions"][0]["objects"] is None
+    assert output["partitions"][0]["archived"] == ROWS - 1
     result = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")
     assert (result.returncode, result.stderr) == (
         1,
@@ -109,16 +109,16 @@ def test_the_status_reports_an_unreadable_archive_and_all_other_values(archived:
 
 def test_a_storage_that_does_not_answer_is_reported(archived: Archived):
     archived.cluster.kill("storage-1")
-    code, found, _ = archived.command("status")
+    code, output, _ = archived.command("status")
     assert code == 1
-    assert [each for each in found["errors"] if each.startswith("storage ")]
-    assert found["archive"] == archived.url, "the other storages report the value"
+    assert [error for error in output["errors"] if error.startswith("storage ")]
+    assert output["archive"] == archived.url, "the other storages report the value"
     archived.cluster.start("storage-1")
     wait_until("all storages answer", lambda: archived.command("status")[0] == 0)
 
 
 def test_pins_are_shown_and_removed(archived: Archived):
-    """Of a restore that was interrupted, for example."""
+    """An interrupted restore, for example, leaves a pin."""
     connect = archived.cluster.connect
     key = json.loads(run_command("cluster", "show-key", "--connect", connect, "--json").stdout)
     source, restored = UUID(key["cluster_key"]), UUID(int=7)
@@ -144,38 +144,38 @@ def test_pins_are_shown_and_removed(archived: Archived):
 
 def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
     files = archived.status("--objects")["files"]
-    code, found, messages = archived.command("verify", "--archive", archived.url)
-    assert (code, found["passed"]) == (0, True)
-    assert found["partitions"]["0"]["objects"] == len(files)
+    code, output, messages = archived.command("verify", "--archive", archived.url)
+    assert (code, output["passed"]) == (0, True)
+    assert output["partitions"]["0"]["objects"] == len(files)
     assert f"up to transaction {ROWS - 1}: 0 wrong files" in messages
     bad = Path(urlsplit(files[1]["url"]).path)
     data = bad.read_bytes()
     try:
         bad.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
-        code, found, messages = archived.command("verify")
-        (problem,) = found["partitions"]["0"]["problems"]
+        code, output, messages = archived.command("verify")
+        (problem,) = output["partitions"]["0"]["problems"]
         assert code == 1
-        assert not found["passed"]
+        assert not output["passed"]
         assert problem["name"] in files[1]["url"]
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
         assert "expected a file with CRC-32" in problem["problem"]
         location = f"transactions {files[1]['first']}..{files[1]['last']}, file {problem['name']}"
         assert location in messages
         assert "Hint: add --repair to write the file again" in messages
-        # A range without it.
+        # A range that the object does not contain.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0
-        code, found, messages = archived.command("verify", "--first", str(ROWS))
-        assert (code, found["passed"]) == (1, False)
+        code, output, messages = archived.command("verify", "--first", str(ROWS))
+        assert (code, output["passed"]) == (1, False)
         assert f"{ROWS} on are not archived; the last archived one is {ROWS - 1}" in messages
         bad.unlink()
-        _, found, _ = archived.command("verify")
-        assert "it does not exist" in found["partitions"]["0"]["problems"][0]["problem"]
+        _, output, _ = archived.command("verify")
+        assert "it does not exist" in output["partitions"]["0"]["problems"][0]["problem"]
         manifest = archived.path(archived.status()["manifest"])
         hidden = manifest.rename(manifest.with_suffix(".hidden"))
-        _, found, _ = archived.command("verify")
+        _, output, _ = archived.command("verify")
         hidden.rename(manifest)
-        (problem,) = found["partitions"]["0"]["problems"]
+        (problem,) = output["partitions"]["0"]["problems"]
         assert problem["name"].endswith(manifest.name)
     finally:
         bad.write_bytes(data)
@@ -210,10 +210,10 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
     try:
         with WaltzClient(connect) as client:
             client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
-        found = await_findings(("archive-damaged",), *doctor_options)
-        assert str(manifest.name) in found[0]["sentence"]
-        assert found[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
-        words = found[0]["command"].split()[1:]
+        findings = await_findings(("archive-damaged",), *doctor_options)
+        assert str(manifest.name) in findings[0]["sentence"]
+        assert findings[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
+        words = findings[0]["command"].split()[1:]
         assert manifest.name in run_command(*words).stdout
         assert archived.command("status")[1]["partitions"][0]["lag"] == 1
         assert archived.command("status")[1]["partitions"][0]["lag_s"] > 0
@@ -228,13 +228,13 @@ def test_the_doctor_reports_an_archive_that_cannot_be_written(archived: Archived
     doctor_options = ("--connect", connect, "--directory", "/nonexistent")
     folder = archived.path("")
     hidden = folder.rename(folder.with_name("hidden"))
-    folder.touch()  # It is no folder any more.
+    folder.touch()  # Replaces the folder by a file.
     try:
         with WaltzClient(connect) as client:
             client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
-        found = await_findings(("archive-unavailable",), *doctor_options)
-        assert "times in a row: archive: cannot" in found[0]["sentence"]
-        result = run_command(*found[0]["command"].split()[1:])
+        findings = await_findings(("archive-unavailable",), *doctor_options)
+        assert "times in a row: archive: cannot" in findings[0]["sentence"]
+        result = run_command(*findings[0]["command"].split()[1:])
         assert result.returncode == 1
         assert "archive: cannot" in result.stderr
     finally:

@@ -32,8 +32,8 @@ LATER_SESSION = SessionId(1 << 40)
 
 def expire(cluster: LocalCluster, before: object, *words: str) -> str:
     """Run the command; return its output."""
-    where = ("--connect", cluster.connect, "--before", str(before), "--partition", "0")
-    result = run_command("archive", "expire", *where, *words)
+    options = ("--connect", cluster.connect, "--before", str(before), "--partition", "0")
+    result = run_command("archive", "expire", *options, *words)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 
@@ -45,13 +45,13 @@ def first_of(cluster: LocalCluster) -> int:
 
 
 def check_reads(cluster: LocalCluster, written: list[bytes], first: int) -> None:
-    """Read below the first available ID and from it on, in each way."""
+    """Read from below the first available ID, and from this ID on, in each way."""
     last = len(written) - 1
     with WaltzClient(cluster.connect) as client:
         replicas = client.replicas(0)
         assert replicas.archived is not None
         assert replicas.archived.first == first
-        for source in (None, replicas):  # by the server, and by this process
+        for source in (None, replicas):  # the server, then this process, reads
             begun_s = time.monotonic()
             with pytest.raises(BeforeLogStart, match=rf"(at transaction|one is) {first}") as caught:
                 read_payloads(client, first - 1, last, source)
@@ -83,7 +83,7 @@ def collect_later(archive: ClusterArchive, mark: ArchivedMark, cluster_key: byte
 
 
 def object_names(archive: ClusterArchive) -> set[str]:
-    return {each for each in archive.store.list_names("") if "/objects/" in each}
+    return {name for name in archive.store.list_names("") if "/objects/" in name}
 
 
 def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
@@ -93,7 +93,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
     archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
         written = append_and_archive(cluster, archive)
-        before = min(oldest_segment_first_id(cluster, each) for each in STORAGES)
+        before = min(oldest_segment_first_id(cluster, storage) for storage in STORAGES)
         preview = expire(cluster, before)
         shown = f"partition 0: the archive has transactions 0..{len(written) - 1}"
         assert f"{shown}; those before {before} would expire\n" in preview
@@ -102,7 +102,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         expire(cluster, before, "--yes")
         first = first_of(cluster)
         assert 0 < first <= before
-        cluster.kill("server-1")  # it has the newest transactions in memory
+        cluster.kill("server-1")  # it has cached the newest transactions
         cluster.start("server-1")
         check_reads(cluster, written, first)
         check_feed_below(cluster, first, caplog)
@@ -111,11 +111,11 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         mark = read_archived_mark(cluster)
         assert mark is not None
         manifest = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
-        expired = {each.name for each in manifest.newest_objects if each.last < first}
+        expired = {entry.name for entry in manifest.newest_objects if entry.last < first}
         assert expired
         assert expired < object_names(archive), "the grace period has not passed"
         collect_later(archive, mark, manifest.cluster_key)
-        assert object_names(archive) == {each.name for each in manifest.newest_objects} - expired
+        assert object_names(archive) == {entry.name for entry in manifest.newest_objects} - expired
         check_reads(cluster, written, first)
         expire(cluster, 10 * len(written), "--yes")
         assert first_of(cluster) == len(written), "the one after the archived mark"

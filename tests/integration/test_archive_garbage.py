@@ -99,24 +99,24 @@ def check_kills_leave_no_garbage(
                 versions = [
                     manifest_version_of(each.name) for each in ListedFiles(archive, mark).garbage
                 ]
-                return all(each is not None and each >= first_kept for each in versions)
+                return all(version is not None and version >= first_kept for version in versions)
 
             wait_until("only recently replaced manifests remain", is_clean)
         mark = read_archived_mark(cluster)
         assert mark is not None
         assert archive.payloads_of(ListedFiles(archive, mark).objects) == written
     members = (*STORAGES, "server-1")
-    logs = "".join(cluster.log_path(each).read_text(errors="replace") for each in members)
+    logs = "".join(cluster.log_path(member).read_text(errors="replace") for member in members)
     assert "storage.garbage_collected" in logs
     assert "collection_failed" not in logs
 
 
 def test_kills_during_uploads_leave_no_garbage_in_a_directory(tmp_path: Path) -> None:
     def age(archive: ClusterArchive) -> None:
-        for each in archive.store.list_files(""):
-            aged_s = each.modified_ms / 1_000 - AGE_S
+        for file in archive.store.list_files(""):
+            aged_s = file.modified_ms / 1_000 - AGE_S
             with suppress(FileNotFoundError):  # an upload has ended meanwhile
-                os.utime(tmp_path / "archive" / each.name, (aged_s, aged_s))
+                os.utime(tmp_path / "archive" / file.name, (aged_s, aged_s))
 
     check_kills_leave_no_garbage(tmp_path, f"file://{tmp_path}/archive", age)
 

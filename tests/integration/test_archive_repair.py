@@ -1,4 +1,4 @@
-"""A corrupt object of the archive is named by readers, and replaced from a storage that has it."""
+"""Readers name a corrupt object of the archive; it is replaced from a storage with its records."""
 
 import json
 import logging
@@ -50,8 +50,8 @@ def has_owner(cluster: LocalCluster) -> bool:
     return False
 
 
-def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
-    """A read of an object that only the archive has names it, and is not repeated by the client."""
+def check_read_error_names_object(cluster: LocalCluster, entry: ObjectEntry) -> None:
+    """Check that the error of a read names the object, and that the client does not retry."""
     wait_until("the partition has an owner", lambda: has_owner(cluster))
     with WaltzClient(cluster.connect) as client, pytest.raises(Damaged) as caught:
         read_payloads(client, entry.first, entry.last, None)
@@ -59,8 +59,10 @@ def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
     assert "waltz-core archive verify --repair" in str(caught.value)
 
 
-def check_feed_names(cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogCaptureFixture):
-    """The owner interrupts a feed of the object, and the reason names it."""
+def check_feed_error_names_object(
+    cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogCaptureFixture
+):
+    """Check that the owner interrupts a feed, and that the reason names the object."""
     log.clear()
     log.set_level(logging.INFO)
     with WaltzClient(cluster.connect) as client:
@@ -77,32 +79,32 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
     archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
         written = append_and_archive(cluster, archive)
-        starts = [oldest_segment_first_id(cluster, each) for each in STORAGES]
+        starts = [oldest_segment_first_id(cluster, storage) for storage in STORAGES]
         archived_only, also_local = archive.objects()[0], archive.objects()[-1]
         assert archived_only.last < min(starts)
         assert also_local.first > max(starts)
         bytes_before = spoil(tmp_path / "archive" / archived_only.name)
         spoil(tmp_path / "archive" / also_local.name)
-        cluster.kill("server-1")  # it has the newest transactions in memory
+        cluster.kill("server-1")  # it has cached the newest transactions
         cluster.start("server-1")
-        check_is_named(cluster, archived_only)
-        check_feed_names(cluster, archived_only, caplog)
+        check_read_error_names_object(cluster, archived_only)
+        check_feed_error_names_object(cluster, archived_only, caplog)
 
         code, problems, messages = verify(cluster, "--repair")
         assert code == 1
-        assert [each["name"] for each in problems] == [archived_only.name, also_local.name]
+        assert [problem["name"] for problem in problems] == [archived_only.name, also_local.name]
         lost, repaired = problems
         assert not lost["is_repaired"]
         assert len(lost["failures"]) == len(STORAGES)
-        assert all("the log of this storage begins at" in each for each in lost["failures"]), lost[
-            "failures"
-        ]
+        assert all(
+            "the log of this storage begins at" in failure for failure in lost["failures"]
+        ), lost["failures"]
         assert f"{archived_only.name}: not repaired" in messages
         assert repaired["is_repaired"]
         assert f"{also_local.name}: repaired by storage {repaired['repaired_by']}" in messages
 
         code, problems, _ = verify(cluster)
-        assert (code, [each["name"] for each in problems]) == (1, [archived_only.name])
+        assert (code, [problem["name"] for problem in problems]) == (1, [archived_only.name])
         (tmp_path / "archive" / archived_only.name).write_bytes(bytes_before)
         assert verify(cluster)[:2] == (0, [])
         mark = read_archived_mark(cluster)

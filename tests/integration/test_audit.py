@@ -47,7 +47,7 @@ class Audited:
     disk: SmallDisk | None
 
     def lines(self, name: str) -> list[dict[str, object]]:
-        return [json.loads(each) for each in (self.logs / name).read_text().splitlines()]
+        return [json.loads(line) for line in (self.logs / name).read_text().splitlines()]
 
     def ask(self, protocol: WireProtocol, request: Message) -> Message:
         """Send a request of the administrator; return the answer."""

@@ -35,8 +35,8 @@ from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     directory = tmp_path_factory.mktemp("cluster") / "local"
-    with running_cluster(directory) as found:
-        yield found
+    with running_cluster(directory) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -58,15 +58,15 @@ def log_of(client: WaltzClient, partition: int) -> tuple[np.ndarray, list[bytes]
     headers, payloads = [], []
     for chunk in client.read_range(partition, 0, last):
         headers.append(np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE))
-        at = 0
+        offset = 0
         for length in chunk.lengths.tolist():
-            payloads.append(bytes(chunk.records[at + 36 : at + length - 4]))
-            at += length
+            payloads.append(bytes(chunk.records[offset + 36 : offset + length - 4]))
+            offset += length
     return np.concatenate(headers) if headers else np.empty(0, HEADER_DTYPE), payloads
 
 
 # ---------------------------------------------------------------------------------------------
-# everyday
+# normal operation
 
 
 def test_appends_of_all_kinds_are_in_the_log(client: WaltzClient):
@@ -160,7 +160,7 @@ def test_a_forked_process_must_open_a_new_client(client: WaltzClient, cluster: L
 
 def test_the_error_without_zookeeper_names_the_hosts():
     def check(address: str, expected: str) -> None:
-        # On a busy machine the reason may be found later.
+        # On a busy machine, the client may find the reason later.
         for timeout_ms in (300, 3_000, 30_000):
             config = ClientConfig(zookeeper_connect_timeout_ms=timeout_ms)
             with pytest.raises(errors.CoordinatorUnavailable) as caught:
@@ -252,8 +252,8 @@ def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
         assert all(context.is_applied.wait(TEST_TIMEOUT_S) for _, context in contexts)
         assert sum(context.failures for _, context in contexts) > 0
         for _, context in contexts:
-            # An append of a client counts as applied when this client has applied it. The other
-            # client continues.
+            # An append is complete when the client that sent it has applied it. The other client
+            # continues.
             assert context.ledger.has_seen(len(ids))
             assert context.ledger.threads == {"waltz-callback"}
             assert context.ledger.seen == ids
@@ -301,7 +301,7 @@ def test_outcomes_while_a_server_is_killed_agree_with_the_log(cluster: LocalClus
     claims: list[tuple[int, int | None, bytes]] = []
     with ThreadPoolExecutor(2) as pool, WaltzClient(cluster.connect) as client:
         client.mount()
-        # One of the two has the layout, and queries ZooKeeper when the layout is wrong.
+        # One of the two clients uses the layout, and queries ZooKeeper when the layout is outdated.
         with WaltzClient.at(client.layout()) as other:
             runs = [
                 pool.submit(load, each, stop, b"%d" % i, counts, claims)

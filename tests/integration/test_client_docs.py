@@ -1,4 +1,4 @@
-"""Every snippet of docs/client.md, in its order, in one program, against a local cluster."""
+"""Runs the snippets of docs/client.md in order, as one program, against a local cluster."""
 
 import re
 from pathlib import Path
@@ -19,8 +19,8 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.MULT
 def snippets(page: str) -> list[tuple[int, str]]:
     """Return the line and the text of each."""
     return [
-        (page.count("\n", 0, found.start()) + 2, found[1] or found[2])
-        for found in SNIPPET.finditer(page)
+        (page.count("\n", 0, match_.start()) + 2, match_[1] or match_[2])
+        for match_ in SNIPPET.finditer(page)
     ]
 
 

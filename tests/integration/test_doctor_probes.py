@@ -23,7 +23,7 @@ from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-# No healthy process takes as long, however busy the machine is.
+# Longer than any healthy process takes, even on a busy machine.
 TIMEOUT_S = 4.0
 
 
@@ -67,10 +67,10 @@ def test_a_probe_distinguishes_a_hanging_log_from_a_log_that_answers(
                 async with session(address, 5, partition) as owner:
                     await fill(owner, 2)
             well = await probe(address, admin_port)
-            assert [each.is_stuck for each in well.replicas.values()] == [False, False]
+            assert [replica.is_stuck for replica in well.replicas.values()] == [False, False]
             hanging.append(True)
             facts = await probe(address, admin_port)
-            assert [each.is_stuck for each in facts.replicas.values()] == [True, False]
+            assert [replica.is_stuck for replica in facts.replicas.values()] == [True, False]
             assert (facts.failure, facts.admin_failure) == ("", "")
             release_threads.set()
 

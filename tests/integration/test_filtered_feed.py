@@ -14,15 +14,15 @@ from waltz_core.records.batches import encode_append
 from waltz_core.records.record import Generation
 
 WANTED, OTHER = 7, 8
-# One of this number of transactions passes the filter.
+# The filter passes one of this number of transactions.
 SHARE = 20
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    where = tmp_path_factory.mktemp("cluster") / "local"
-    with running_cluster(where, storage_count=1, server_count=1) as found:
-        yield found
+    directory = tmp_path_factory.mktemp("cluster") / "local"
+    with running_cluster(directory, storage_count=1, server_count=1) as cluster:
+        yield cluster
 
 
 class Counter:
@@ -102,7 +102,8 @@ async def bytes_of_a_feed(
             return through
 
         async with AsyncWaltzClient.at(layout) as c:
-            # NB: it would query ZooKeeper after the first mount, and bypass the counter.
+            # Otherwise the client would query ZooKeeper after the first mount, and bypass the
+            # counter.
             c.directory.owner = owner  # type: ignore[method-assign]
             await c.subscribe(callbacks, [partition], headers=headers)
             async with asyncio.timeout(TEST_TIMEOUT_S):
@@ -113,7 +114,7 @@ async def bytes_of_a_feed(
     return counter.bytes
 
 
-# Near enough to the end to be fed, but it must first fetch ranges.
+# The client is far from the end of the log, so it fetches ranges before it uses the feed.
 @pytest.mark.parametrize(
     ("partition", "batches", "reads_data"), [(0, 15, False), (0, 15, True), (1, 45, True)]
 )
@@ -131,7 +132,7 @@ def test_a_filtered_feed_sends_proportionally_fewer_bytes(
             client.append_batch(partition, payload, rows, client_high_water_mark=-1)
             for _ in range(batches)
         ]
-        assert all(each.result(TEST_TIMEOUT_S).transaction_ids.min() > mark for each in appends)
+        assert all(append.result(TEST_TIMEOUT_S).transaction_ids.min() > mark for append in appends)
         last = client.high_water_mark(partition)
         client.mount([partition])
         layout = client.layout()

@@ -53,8 +53,8 @@ STRUCT_HEADER = 8
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenLog]:
-    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
-        yield found
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as log:
+        yield log
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def follow(written: WrittenLog, table: Path, *more: str) -> dict[int, int]:
     """Run the command up to the end of the log; return the marks that it prints."""
     result = run_command(*written.command(table, "--until", "now", "--json", *more))
     assert result.returncode == 0, result.stderr
-    return {int(each): mark for each, mark in json.loads(result.stdout)["marks"].items()}
+    return {int(partition): mark for partition, mark in json.loads(result.stdout)["marks"].items()}
 
 
 def test_the_table_equals_a_replay_of_the_log(written: WrittenLog, tmp_path: Path):
@@ -187,7 +187,7 @@ def test_a_table_with_a_changes_function_equals_a_replay(written: WrittenLog, tm
 
 @pytest.fixture
 def tables(written: WrittenLog, tmp_path: Path) -> Path:
-    """Return a file with three tables: by rules, by a function, and with columns that are found."""
+    """Return a file with three tables: with rules, with a function, and with inferred columns."""
     columns = 'columns = ["id:int64", "op:string", "value:int64"]'
     headers = f"headers = [1, {DELETE_HEADER}]\ndelete_headers = [{DELETE_HEADER}]"
     rules = f"""{headers}\ndelete_where = "op = 'D'\""""
@@ -221,7 +221,7 @@ def test_a_table_may_be_added_to_those_of_a_follower(
     before = marks_by_version(tmp_path / "rules")
     result = run_command(*follow_all(written, tables))
     assert result.returncode == 0, result.stderr
-    marks = {"marks": {str(each): mark for each, mark in end_marks(written).items()}}
+    marks = {"marks": {str(partition): mark for partition, mark in end_marks(written).items()}}
     paths = [str(tmp_path / name) for name in ("rules", "pairs", "found")]
     assert json.loads(result.stdout) == {"tables": dict.fromkeys(paths, marks)}
     assert marks_by_version(tmp_path / "rules") == before
@@ -270,20 +270,20 @@ def test_two_followers_at_once_apply_each_batch_once(
 ):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
-    names = [tmp_path / name for name in "ab"]
+    paths = [tmp_path / name for name in "ab"]
     seeds = count()
 
     def log_lines(event: str) -> list[int]:
-        return [each.read_text().count(event) for each in names]
+        return [path.read_text().count(event) for path in paths]
 
     def has_conflict() -> bool:
         written.append(client, 25, next(seeds))
         return any(log_lines("follow.commit_conflict"))
 
     with ExitStack() as stack:
-        logs = [stack.enter_context(each.open("w")) for each in names]
-        for each in logs:
-            follower = stack.enter_context(subprocess.Popen(command, stderr=each))
+        logs = [stack.enter_context(path.open("w")) for path in paths]
+        for log in logs:
+            follower = stack.enter_context(subprocess.Popen(command, stderr=log))
             stack.callback(follower.kill)
         wait_until("both followers", lambda: log_lines("follow.started") == [1, 1])
         wait_until("a conflict of their commits", has_conflict)
@@ -320,7 +320,7 @@ def test_after_a_restore_another_follower_continues_from_its_marks(
     assert failed.returncode == 1
     assert "is a RESTORE after the last commit of follower 'follow'" in failed.stderr
     assert read_table(table) == written.replayed(restored)
-    marks = json.dumps({str(each): mark for each, mark in restored.items()})
+    marks = json.dumps({str(partition): mark for partition, mark in restored.items()})
     assert follow(written, table, "--follower", "again", "--start-marks", marks) == end_marks(
         written
     )
@@ -348,8 +348,8 @@ def test_changed_rules_for_an_existing_table_are_an_error(
 def test_a_table_can_start_at_marks_or_at_a_time(
     written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
-    marks = {each: len(log) // 2 for each, log in enumerate(written.log)}
-    text = json.dumps({str(each): mark for each, mark in marks.items()})
+    marks = {number: len(log) // 2 for number, log in enumerate(written.log)}
+    text = json.dumps({str(partition): mark for partition, mark in marks.items()})
     table = tmp_path / "marks"
     follow(written, table, "--start-marks", text)
     assert marks_by_version(table)[0] == marks
@@ -406,7 +406,7 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
     url = f"file://{tmp_path}/archive"
     with archiving_cluster(tmp_path, url) as cluster:
         count_all = len(append_and_archive(cluster, ClusterArchive(url)))
-        before = str(min(oldest_segment_first_id(cluster, each) for each in STORAGES))
+        before = str(min(oldest_segment_first_id(cluster, storage) for storage in STORAGES))
         connect = ["--connect", cluster.connect]
         result = run_command(
             "archive", "expire", *connect, "--before", before, "--partition", "0", "--yes"
@@ -421,8 +421,8 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
         result = run_command(*words, "--json")
         assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout) == {"marks": {"0": count_all - 1}}
-    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
-    assert sorted(found) == list(range(first, count_all))
+    rows = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
+    assert sorted(rows) == list(range(first, count_all))
 
 
 def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClient, tmp_path: Path):
@@ -452,7 +452,7 @@ def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClien
 
 
 def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
-    """Also if the key of the table is in the log: a row of nulls would be no replay."""
+    """The key of a table may be a column of the log. Even then, a row of nulls is no replay."""
     keys, fewer = tmp_path / "keys", tmp_path / "fewer"
     for directory, names in ((keys, ("a", "b")), (fewer, ("a",))):
         directory.mkdir()
@@ -481,8 +481,8 @@ def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
         assert not (tmp_path / "table").exists()
     result = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
     assert result.returncode == 0, result.stderr
-    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["id"].to_pylist()
-    assert sorted(found) == [ord("a"), ord("b")]
+    rows = DeltaTable(tmp_path / "table").to_pyarrow_table()["id"].to_pylist()
+    assert sorted(rows) == [ord("a"), ord("b")]
     words[1] = str(tmp_path / "other")
     words[words.index("id:int64")] = "value:int64"
     words[words.index(str(SECRET_HEADER))] = "1"

@@ -69,9 +69,9 @@ def test_a_gateway_serves_https_and_reads_its_certificate_again(
         assert append_to(served.url, new.authorities) == 200
         with pytest.raises(ssl.SSLCertVerificationError):
             append_to(served.url, old.authorities)
-        assert existing.append({"data": "a"}).status == 200  # on its connection
+        assert existing.append({"data": "a"}).status == 200  # an existing connection still works
 
-        use((old.certificate, new.key))  # the key of another certificate
+        use((old.certificate, new.key))  # not the key of this certificate
         served.send_signal(signal.SIGHUP)
         wait_until(
             "the gateway has rejected the certificate", lambda: count("tls.reload_failed error=")
@@ -102,7 +102,7 @@ def test_a_gateway_serves_its_health_and_metrics_pages(cluster: LocalCluster):
                 assert answer.status == 200
         with urllib.request.urlopen(page + "/metrics") as answer:
             lines = answer.read().decode().splitlines()
-        counted = [each for each in lines if each.startswith("waltz_gateway_requests_total{")]
+        counted = [line for line in lines if line.startswith("waltz_gateway_requests_total{")]
         assert any('operation="append"' in each for each in counted), counted
 
 

@@ -115,7 +115,7 @@ def test_a_revoked_token_is_rejected(caller_of, access):
     writer = caller_of("writer")
     assert writer.append(PERMITTED_PARTITION).status == 200
     writer_hash = hash_of(bytes([PRINCIPALS.index("writer")]) * 32)
-    tokens = {key: each for key, each in PERMISSIONS.tokens.items() if key != writer_hash}
+    tokens = {key: token for key, token in PERMISSIONS.tokens.items() if key != writer_hash}
     access.write(dataclasses.replace(PERMISSIONS, tokens=tokens))
     try:
         answer = writer.append(PERMITTED_PARTITION)
@@ -131,13 +131,13 @@ def test_a_revoked_token_is_rejected(caller_of, access):
 def test_the_console_shows_the_cluster_to_administrators_only(caller_of):
     view = caller_of("administer").get("/v1/console/cluster")
     assert view.status == 200, view
-    assert {each["state"] for each in view.body["servers"]} == {"up"}
+    assert {server["state"] for server in view.body["servers"]} == {"up"}
     for principal in ("nothing", None):
         answer = caller_of(principal).get("/v1/console/cluster")
         assert (answer.status, answer.body["type"]) == (403, "PermissionDenied")
         assert caller_of(principal).get("/v1/console/findings").status == 403
     view = caller_of("read").get("/v1/console/cluster")
-    assert {each["state"] for each in view.body["storages"]} == {"unknown"}
+    assert {storage["state"] for storage in view.body["storages"]} == {"unknown"}
 
 
 def test_a_change_needs_the_verb_administer_for_all_partitions(caller_of, access):
@@ -158,7 +158,9 @@ def test_a_change_needs_the_verb_administer_for_all_partitions(caller_of, access
 
         def outcome() -> str:
             changes = administrator.get("/v1/console/changes").body["running"]
-            return next(each["outcome"] for each in changes if each["id"] == started.body["id"])
+            return next(
+                change["outcome"] for change in changes if change["id"] == started.body["id"]
+            )
 
         wait_until("the change ends", lambda: outcome() != "begun")
         assert outcome() == "done"

@@ -34,7 +34,8 @@ from waltz_core.wire.messages import Hello, Message, RangeRaw, ReplicasRequest, 
 
 COUNT = 1_000
 TENANTS_COUNT = 40
-# A thousand handshakes and buffers; the frames that the peers state have more than 2 GiB.
+# The limit for a thousand handshakes and buffers. The frames that peers announce have more than 2
+# GiB.
 GROWTH_BYTES_MAX = 160 * 1024 * 1024
 STATED_BYTES = 16 * 1024 * 1024 - 7
 # port -> daemon, a request that is answered, and the principal that may send it.
@@ -122,7 +123,7 @@ class Attack:
                     writer.write(b"GET / HTTP/1.1\r\n\r\n" if number % 2 else b"\x16\3\1\2\0\1\0")
                 elif kind == 2:  # a part of a ClientHello
                     writer.write(self._client_hello[: number % len(self._client_hello)])
-                elif kind == 3:  # one that costs the peer nothing, and no more
+                elif kind == 3:  # a whole request that costs the peer nothing
                     writer.write(self._client_hello)
                 elif kind == 5:
                     writer.write(bytes(range(256)))
@@ -146,8 +147,8 @@ def client_hello(context: ssl.SSLContext) -> bytes:
 async def check_answers(access: ClusterAccess, protocol: WireProtocol) -> None:
     """Connect with a token, and send a request that is answered.
 
-    Until its token is accepted, the peer is one of the unauthorized peers of its host, which are
-    too many. So it may have to connect again, as clients do.
+    Until its token is accepted, the peer counts towards the limit of unauthorized peers of its
+    host, which the attack exceeds. So it may have to connect again, as clients do.
     """
     name, request, principal = PORTS[protocol]
     member = access.cluster.member(name)
@@ -166,7 +167,7 @@ async def check_answers(access: ClusterAccess, protocol: WireProtocol) -> None:
 
 
 async def attacked(access: ClusterAccess, protocol: WireProtocol, authorities: str) -> Attack:
-    """Open all connections, and work meanwhile; return when the daemon has closed them."""
+    """Open all connections, and run the block meanwhile; return when the daemon has closed them."""
     member = access.cluster.member(PORTS[protocol][0])
     port = member.admin_port if protocol is WireProtocol.ADMIN else member.port
     assert port is not None
@@ -230,9 +231,9 @@ def test_a_thousand_unauthorized_peers_neither_stop_a_client_nor_fill_the_memory
         attack = asyncio.run(attacked(access, protocol, certificates.authorities))
     assert attack.opened_count > COUNT // 2
     assert attack.received
-    for each in attack.received:
-        assert b"Traceback" not in each
-        assert b".py" not in each
+    for message in attack.received:
+        assert b"Traceback" not in message
+        assert b".py" not in message
 
 
 @pytest.mark.parametrize("name", DAEMONS)

@@ -26,7 +26,7 @@ SIZE = len(RECORDS) // COUNT
 
 
 class Log:
-    """A daemon that holds 60 records in batches of 10, and one that reads them."""
+    """A daemon with 60 records in batches of 10, and a daemon that reads them."""
 
     def __init__(self, address, owner):
         self.address = address
@@ -48,7 +48,7 @@ class Log:
 
     async def read(self, reader, first=0, last=COUNT - 1, form=RangeForm.WHOLE):
         """Read in chunks of 7 records; return the bytes that the reader gets without the server."""
-        got = b""
+        received = b""
         while first <= last:
             try:
                 chunk = await reader.fetch(RangeQuery(first, last, form, (), 7 * SIZE))
@@ -57,9 +57,9 @@ class Log:
             assert chunk.first == first
             assert chunk.lineage[0].first <= first
             assert chunk.lineage[-1].last >= chunk.next - 1
-            got += bytes(chunk.records)
+            received += bytes(chunk.records)
             first = chunk.next
-        return got
+        return received
 
 
 @contextlib.asynccontextmanager
@@ -96,9 +96,9 @@ def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
             path.write_bytes(content[:offset] + b"X" + content[offset + 1 :])
             with log.reader() as reader:
                 assert await log.read(reader) == RECORDS[: 33 * SIZE]
-                assert reader.from_local_count == 4  # the fifth would have had it
+                assert reader.from_local_count == 4  # the fifth chunk has the damaged record
             assert log.from_server == [33]
-            (message,) = await log.owner.link.receive()  # the owner will have it repaired
+            (message,) = await log.owner.link.receive()  # so that the owner repairs it
             assert isinstance(message, DamageFound)
             assert np.frombuffer(message.damaged, ">i8").tolist() == [33, 33]
             with log.reader() as reader:  # known damage is not reported
@@ -118,7 +118,7 @@ def test_a_storage_ignores_damage_reports_of_other_store_sessions(tmp_path):
                 await later.prepare()
                 with log.reader() as reader:
                     assert await log.read(reader) == b""
-                with log.reader(6) as reader:  # prepared, and not engaged yet
+                with log.reader(6) as reader:  # the replica is prepared, but not engaged yet
                     assert await log.read(reader) == b""
             assert log.from_server == [0, 0, 0, 0]
 

@@ -1,4 +1,4 @@
-"""Modeled 0.13 clients at a server of this version: no lost, duplicated or wrong outcomes."""
+"""Models of 0.13 clients get no lost, duplicated or wrong outcomes from this version's server."""
 
 import asyncio
 import contextlib
@@ -39,8 +39,8 @@ class Counters:
 
 def endpoints_of(*servers: Server) -> dict[str, dict[int, int]]:
     return {
-        each.address: {int(p): int(h.partition.generation) for p, h in each.hosts.items()}
-        for each in servers
+        server.address: {int(p): int(h.partition.generation) for p, h in server.hosts.items()}
+        for server in servers
     }
 
 
@@ -71,7 +71,9 @@ def has_lost_partition(client: OriginalClient) -> bool:
 
 def check_outcomes(world: World, clients: list[OriginalClient]) -> None:
     """Check that the log has each committed append once, and no append reported as failed."""
-    log = [Req(*struct.unpack_from(">iiii", each, 8)) for each in world.storages[1].logs[0].records]
+    log = [
+        Req(*struct.unpack_from(">iiii", record, 8)) for record in world.storages[1].logs[0].records
+    ]
     assert len(set(log)) == len(log)
     for client in clients:
         for each, is_committed in client.outcomes.items():
@@ -91,7 +93,7 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
                 for name in names
             ]
             await poll_until(lambda: all(each.logs[0].last == 5 for each in world.storages))
-            # Nothing was acknowledged, and all three forget it: it is nowhere any more.
+            # No append was acknowledged. All three storages discard the appends, so they are lost.
             session = partition.session_id
             for storage in world.storages:
                 storage._held_answers.clear()
@@ -120,7 +122,8 @@ def test_a_0_13_client_with_a_reset_connection_count_retries_with_higher_numbers
             earlier.send(original.MOUNT_REQUEST, mount, struct.pack(">qq", -1, 3))
             kind, *_ = await earlier.receive()
             assert kind == original.MOUNT_RESPONSE
-            # After a short absence of its server's node the client counts from 0 again.
+            # After its server's node was missing for a moment, the client restarts its sequence at
+            # 0.
             async with model_of(9, server) as (client, state):
                 await client.submit(0, lambda: state.count_up("a"))
                 assert client.stream.reconnects == 4
@@ -173,8 +176,8 @@ def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
             ]
             is_over = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
-                for each in models:
-                    tasks.create_task(count_until(is_over, *each))
+                for model in models:
+                    tasks.create_task(count_until(is_over, *model))
                 await applied_more(models)
                 async with asyncio.TaskGroup() as serving:
                     second = await world.serve(serving)
@@ -236,7 +239,7 @@ def test_a_client_that_catches_up_needs_one_storage_read_for_many_transactions()
             await writer.mount()
             assert await ids(writer.append(2_000, size=100)) == list(range(2_000))
             reads = server.hosts[PartitionId(0)].partition.reads
-            reads.clear_caches()  # as in a server that has just got the partition
+            reads.clear_caches()  # as in a new owner of the partition
             applied: list[tuple[int, int]] = []
 
             def apply(_partition: int, number: int, header: int, _req: Req, data: bytes) -> None:

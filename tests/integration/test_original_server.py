@@ -51,7 +51,7 @@ def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, n
         client.subscribe(ledger, [0])
         ledger.wait_until(lambda: len(ledger.applied) == 5)
         last_client_id, _ = nodes.zookeeper.get(f"{ROOT}/ids/client")
-        # One that writes, one that reads headers.
+        # One client writes, the other reads headers.
         assert struct.unpack(">i", last_client_id) == (2,)
         assert client.client_id == 1
     assert nodes.paths() == before
@@ -71,7 +71,9 @@ def test_clients_follow_a_partition_that_moves(connect: str, nodes: Nodes):
         assert append_and_wait(client, 0, b"there") == 2
         context = RecordingContext(0)
         assert client.submit(context).result(TEST_TIMEOUT_S) == 3
-        assert [struct.unpack_from(">i", each[0], 4)[0] for each in cluster.logs[0].records] == [
+        assert [
+            struct.unpack_from(">i", record[0], 4)[0] for record in cluster.logs[0].records
+        ] == [
             1,
             1,
             2,
@@ -102,9 +104,9 @@ def test_commands_work_with_0_13_servers_that_they_query(
     connect: str, capsys: pytest.CaptureFixture[str]
 ):
     code, text = run(capsys, "cluster", "verify", "--connect", connect, "--json")
-    found = json.loads(text)["findings"]
-    assert code == 1  # it has no storages
-    assert not [each for each in found if "server" in each]
+    findings = json.loads(text)["findings"]
+    assert code == 1  # findings: the cluster has no storages
+    assert not [finding for finding in findings if "server" in finding]
     code, text = run(capsys, "cluster", "check-connectivity", "--connect", connect, "--json")
     assert json.loads(text)["is_healthy"]
     code, text = run(capsys, "doctor", "--connect", connect, "--json")
@@ -125,8 +127,8 @@ def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
                     append_and_wait(client, 0)
                 if why in str(caught.value):
                     break
-                # On a busy machine the command may not have queried the server by then: the next
-                # one has more time.
+                # On a busy machine, the command may not have queried the server by then: the next
+                # command has more time.
         finally:
             nodes.close()
         assert isinstance(caught.value, Unreachable)

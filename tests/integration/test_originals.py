@@ -31,12 +31,12 @@ NOT_FOUND = (
 def captured(name: str, number: int = 0) -> bytes:
     """Return the n-th captured frame of a name."""
     examples = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    found = [each["frame_hex"] for each in examples if each["name"] == name]
+    found = [example["frame_hex"] for example in examples if example["name"] == name]
     return bytes.fromhex(found[number])
 
 
-async def frame(wire: Wire) -> bytes:
-    """Return the next frame as it is."""
+async def next_frame(wire: Wire) -> bytes:
+    """Return the bytes of the next frame."""
     async with asyncio.timeout(TEST_TIMEOUT_S):
         kind, req, body = await wire.receive()
     return (
@@ -45,7 +45,7 @@ async def frame(wire: Wire) -> bytes:
 
 
 async def answer(wire: Wire, *expected: int) -> tuple[Req, bytes]:
-    """Return the next message, which is of one of these types."""
+    """Return the next message, which must have one of these types."""
     async with asyncio.timeout(TEST_TIMEOUT_S):
         kind, req, body = await wire.receive()
     assert kind in expected
@@ -53,7 +53,7 @@ async def answer(wire: Wire, *expected: int) -> tuple[Req, bytes]:
 
 
 async def is_ended(wire: Wire) -> bool:
-    """Whether the other side ends the connection, without another word."""
+    """Whether the server ends the connection without another message."""
     with contextlib.suppress(EOFError, OSError):
         async with asyncio.timeout(TEST_TIMEOUT_S):
             raise AssertionError(await wire.receive())
@@ -77,7 +77,7 @@ async def state_of(wire: Wire, at: Req, mark: int = -1, sequence: int = 0) -> in
 
 
 async def receive_feed(wire: Wire) -> int:
-    """Return the ID of the next message, which is of the feed."""
+    """Return the ID in the next message, which must be a part of the feed."""
     _, body = await answer(wire, original.FEED_DATA)
     return struct.unpack(">qi", body)[0]
 
@@ -99,8 +99,8 @@ async def dialing(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]
     try:
         yield dial
     finally:
-        for each in wires:
-            each.close()
+        for wire in wires:
+            wire.close()
 
 
 @contextlib.contextmanager
@@ -120,18 +120,18 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
 
             async def logged(question: str, expected: str) -> None:
                 wire.send_bytes(captured(question))
-                assert await frame(wire) == captured(expected), expected
+                assert await next_frame(wire) == captured(expected), expected
 
             await logged("MOUNT_REQUEST", "MOUNT_RESPONSE")
             wire.send_bytes(captured("FEED_REQUEST"))
             await logged("APPEND_REQUEST", "FEED_DATA")
             await logged("FLUSH_REQUEST", "FLUSH_RESPONSE")
             await logged("TRANSACTION_DATA_REQUEST", "TRANSACTION_DATA_RESPONSE")
-            # As it was when they were captured: the second of two that write one lock.
+            # As during the capture: two appends write the same lock, and the second is rejected.
             for sequence in (3, 4):
                 send_append(wire, Req(1, 1, 0, sequence), b"x", mark=0, write=[5])
             assert await receive_feed(wire) == 1
-            assert await frame(wire) == captured("LOCK_FAILURE")
+            assert await next_frame(wire) == captured("LOCK_FAILURE")
             for sequence in range(11, 18):
                 send_append(wire, Req(1, 1, 0, sequence), b"y")
                 await receive_feed(wire)
@@ -146,7 +146,7 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             wire.send_bytes(captured("CHECK_STORAGE_CONNECTIVITY_REQUEST"))
             _, body = await answer(wire, original.CHECK_RESPONSE)
             assert struct.unpack_from(">i", body) == (3,)
-            # Locks of all kinds, in a partition that is not mounted yet, and then is.
+            # Locks of all kinds, in a partition before and after its mount.
             assert await state_of(wire, Req(1, 1, 1, 1)) == original.READY
             wire.send(original.FEED_REQUEST, Req(1, 1, 1, 1), LONG.pack(-1))
             send_append(wire, Req(1, 1, 1, 2), b"z")
@@ -155,13 +155,13 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             for number in (1, 2):
                 wire.send_bytes(captured("APPEND_REQUEST", number))
                 assert await receive_feed(wire) == 1 + number
-            # A grant of a hundred.
+            # The client has requested a feed; the server suspends it after a hundred transactions.
             assert await state_of(wire, Req(1, 1, 2, 1)) == original.READY
             wire.send(original.FEED_REQUEST, Req(1, 1, 2, 1), LONG.pack(-1))
             for sequence in range(2, 104):
                 send_append(wire, Req(1, 1, 2, sequence), b"")
             assert [await receive_feed(wire) for _ in range(100)] == list(range(100))
-            assert await frame(wire) == captured("FEED_SUSPENDED")
+            assert await next_frame(wire) == captured("FEED_SUSPENDED")
 
     run(main())
 
@@ -200,7 +200,7 @@ def test_each_version_mounts_appends_and_reads(
             assert await is_ended(rpc)
             await poll_until(
                 lambda: server._clients.legacy_client_count == 1
-            )  # the superseded one has disconnected
+            )  # the superseded connection has ended
 
     with watching(caplog) as logged:
         run(main())
@@ -325,7 +325,7 @@ def test_requests_without_a_mount_are_answered_or_left_open(
                 found, body = await answer(rpc, original.DATA_RESPONSE)
                 assert found == req(3, partition=partition)
                 assert original.data_of(body) == (number, None, error)
-            # No answer to a flush, nor to a mark; but the client may request the mark elsewhere.
+            # The server answers neither a flush nor a request for a mark.
             rpc.send(original.FLUSH_REQUEST, req(4, partition=7))
             rpc.send(original.MARK_REQUEST, req(5, partition=7))
             rpc.send(original.DATA_REQUEST, req(6), LONG.pack(2))

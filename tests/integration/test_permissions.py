@@ -75,7 +75,7 @@ def running_cluster(
 
 @pytest.fixture
 def access(running_cluster: ClusterAccess) -> ClusterAccess:
-    """The permissions as they were first."""
+    """The initial permissions."""
     running_cluster.write(PERMISSIONS)
     return running_cluster
 
@@ -92,7 +92,7 @@ def requirement_of(message: Message) -> Requirement | None:
 
 
 def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> bool:
-    """Whether a principal may do it that has one verb, for the partition `PERMITTED_PARTITION`."""
+    """Whether one verb for the partition `PERMITTED_PARTITION` permits a request."""
     has_verb = verb in requirement.verbs
     if requirement.scope is Scope.NAMED:
         has_verb = has_verb and partition == PERMITTED_PARTITION
@@ -103,15 +103,15 @@ def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> 
 def requests(protocol: WireProtocol, partition: int) -> list[Message]:
     """Return every request of a protocol, each form of it once."""
     messages_found = []
-    for each in message_classes(protocol):
-        declared = each.requires
+    for message_class in message_classes(protocol):
+        declared = message_class.requires
         if isinstance(declared, RequirementByField):
             messages_found += [
-                sample_message(each, partition, **{declared.field: value})
+                sample_message(message_class, partition, **{declared.field: value})
                 for value in declared.requirements
             ]
         elif isinstance(declared, Requirement):
-            messages_found.append(sample_message(each, partition))
+            messages_found.append(sample_message(message_class, partition))
     return messages_found
 
 
@@ -241,7 +241,7 @@ def test_no_file_is_passed_after_a_revocation(access: ClusterAccess, replicas: R
     async def main():
         permitted, revoked = Reader(access, "writer", replicas), Reader(access, "read", replicas)
         links = [await each.connect() for each in (permitted, revoked)]
-        without = tuple(each for each in PERMISSIONS.grants if each.grantee != "read")
+        without = tuple(grant for grant in PERMISSIONS.grants if grant.grantee != "read")
         await asyncio.to_thread(access.write, dataclasses.replace(PERMISSIONS, grants=without))
         assert not revoked.is_passed(revoked.ticket)
         assert permitted.is_passed(permitted.ticket)
@@ -358,7 +358,7 @@ def test_a_revoked_grant_ends_appends_and_feeds(access: ClusterAccess):
         writer.append(b"before", partition=PERMITTED_PARTITION).result()
         wait_until("the feed delivers", lambda: b"before" in callbacks.applied)
         access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[:1]))
-        # One that was sent before the client noticed the end of its connection may have been lost.
+        # An append that was sent before the client noticed the broken connection may be lost.
         with pytest.raises((PermissionDenied, OutcomeUnknown)):
             writer.append(b"after", partition=PERMITTED_PARTITION).result()
         with pytest.raises(PermissionDenied):
@@ -373,7 +373,7 @@ def test_a_revoked_grant_ends_appends_and_feeds(access: ClusterAccess):
 def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: ClusterAccess):
     """A client may get a new token at any time, so it retries."""
     callbacks = RecordingCallbacks()
-    others = {key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "read"}
+    others = {key: token for key, token in PERMISSIONS.tokens.items() if token.principal != "read"}
     with (
         WaltzClient(access.connect("writer")) as writer,
         WaltzClient(access.connect("read")) as reader,
@@ -414,7 +414,7 @@ def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(acces
 
 
 def restart_server(access: ClusterAccess) -> None:
-    """Kill the server; return when a new one owns the partition."""
+    """Kill and restart the server; return when the new process owns the partition."""
     generation = owner(access).generation
     access.cluster.kill("server-1")
     start_server(access, generation)
@@ -483,17 +483,17 @@ class Peer:
 def test_a_mount_needs_the_proof_of_its_client_id_in_every_generation_and_after_a_restart(
     access: ClusterAccess,
 ):
-    """Servers store no state about a client ID, so a restart cannot lose the rule."""
-    of_writer = Peer(access, "writer").new_id()
+    """Servers store no state about client IDs, so the rule holds after a restart, too."""
+    id_of_writer = Peer(access, "writer").new_id()
     for _ in range(2):
-        writer, thief = Peer(access, "writer"), Peer(access, "append")
-        client_id, of_thief = of_writer.client_id, thief.new_id()
-        assert of_thief.client_id > client_id
-        assert writer.outcome(client_id, of_writer.proof) is Mounted
+        writer, other = Peer(access, "writer"), Peer(access, "append")
+        client_id, id_of_other = id_of_writer.client_id, other.new_id()
+        assert id_of_other.client_id > client_id
+        assert writer.outcome(client_id, id_of_writer.proof) is Mounted
         for generation in range(writer._generation + 2):
-            for proof in (of_writer.proof, of_thief.proof, NO_PROOF):
-                assert thief.outcome(client_id, proof, generation) is ClientIdDenied
-            assert thief.outcome(5, NO_PROOF, generation) is ClientIdDenied
+            for proof in (id_of_writer.proof, id_of_other.proof, NO_PROOF):
+                assert other.outcome(client_id, proof, generation) is ClientIdDenied
+            assert other.outcome(5, NO_PROOF, generation) is ClientIdDenied
             old = MountRequest(ReqId(client_id, generation, PERMITTED_PARTITION, -1), -1, 1)
             answer = Peer(access, "read").ask(old)
             assert isinstance(answer, ErrorResponse)
@@ -580,10 +580,10 @@ def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Cl
         content = Path(file).read_text()
         Path(file).write_text((Path(file).parent / "append").read_text())
         others = {
-            key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "writer"
+            key: token for key, token in PERMISSIONS.tokens.items() if token.principal != "writer"
         }
         access.write(dataclasses.replace(PERMISSIONS, tokens=others))
-        # One that was sent before the client noticed the end of its connection may have been lost.
+        # An append that was sent before the client noticed the broken connection may be lost.
         with suppress(OutcomeUnknown):
             client.append(b"after", partition=PERMITTED_PARTITION).result()
         client.append(b"after that", partition=PERMITTED_PARTITION).result()

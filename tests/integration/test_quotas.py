@@ -91,20 +91,22 @@ def moderate_appends(access: ClusterAccess) -> Iterator[list[int]]:
 def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: ClusterAccess):
     access.write(with_limits(bytes_per_s=LIMIT_BYTES_PER_S))
     partition, rows = PARTITIONS[GREEDY], 30
-    # The first request uses the rate of six seconds, so that the second one is over the limit.
+    # The size of the first request is the limit for six seconds, so the second request exceeds the
+    # limit.
     sizes = [6 * LIMIT_BYTES_PER_S, *[ROW_BYTES] * (rows - 1)]
     payloads = [f"{number:09d}".encode().ljust(size) for number, size in enumerate(sizes)]
     with WaltzClient(access.connect(GREEDY)) as client, moderate_appends(access) as moderate_ids:
         before = client.high_water_mark(partition)
         began_s = time.monotonic()
-        appended = [client.append(each, partition=partition) for each in payloads]
+        appended = [client.append(payload, partition=partition) for payload in payloads]
         ids = [each.result() for each in appended]
-        # The last request, of any number of rows, is in advance; the next one waits for it.
+        # A server accepts a request of any size if the limit is not exhausted; the next request
+        # waits.
         ids.append(client.append(b"last", partition=partition).result())
         took_s = time.monotonic() - began_s
-    # All are in the log, once, in the order of `append`, although many were rejected at first.
+    # All rows are in the log once, in the order of `append`, although many were rejected at first.
     assert ids == [*range(before + 1, before + 2 + rows)]
-    # The burst of a second is in advance.
+    # The burst, which is the limit for one second, does not wait.
     assert took_s >= sum(sizes) / LIMIT_BYTES_PER_S - 1.1
     assert len(moderate_ids) > took_s  # The other tenant has no pauses of a second.
     assert moderate_ids == [*range(moderate_ids[0], moderate_ids[0] + len(moderate_ids))]
@@ -119,7 +121,7 @@ def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool
     with WaltzClient(access.connect(GREEDY)) as client:
         payload = bytes(ROW_BYTES)
         futures = [client.append(payload, partition=partition) for _ in range(rows)]
-        ids = [each.result() for each in futures]
+        ids = [future.result() for future in futures]
         access.write(with_limits(bytes_per_s=2 * LIMIT_BYTES_PER_S))
         replicas = client.replicas(partition) if at_storages else None
         began_s = time.monotonic()
@@ -127,7 +129,7 @@ def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool
         count = sum(len(row.data) for chunk in chunks for row in chunk.rows())
         took_s = time.monotonic() - began_s
     assert count == rows * ROW_BYTES
-    # The burst, and a range that exceeds it.
+    # The burst, and a range that exceeds it, do not wait.
     assert took_s >= count / (2 * LIMIT_BYTES_PER_S) - 2.5
 
 
@@ -149,7 +151,7 @@ def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: ClusterA
                 appended += 1
             took_s, ids = feed.result()
     assert ids == [*range(len(ids))]  # dense and in order
-    # The burst, and a frame of 4,096 transactions that is sent before it is paid for.
+    # The burst, and a frame of 4,096 transactions that exceeds it, do not wait.
     assert took_s >= 20 * len(ids) / limit - 3.1
     assert appended > took_s
 
@@ -185,7 +187,7 @@ def test_a_change_of_the_limits_needs_no_new_connection(access: ClusterAccess):
         client.append(b"x", partition=partition).result()
         access.write(with_limits(bytes_per_s=ROW_BYTES // 20))
         client.append(bytes(ROW_BYTES), partition=partition).result()
-        # The next one would have to wait for about 20 seconds.
+        # The next request would have to wait for about 20 seconds.
         late = client.append(b"x", partition=partition).exception()
         assert isinstance(late, Overloaded)
         assert 0 < late.retry_after_ms < 20_000
@@ -215,6 +217,6 @@ def test_a_client_over_its_connection_limit_gets_the_reason(access: ClusterAcces
 
 def metrics_page(access: ClusterAccess) -> str:
     """Return the server's metrics; they are updated once a second."""
-    port = next(each.http_port for each in access.cluster.members if each.name == "server-1")
+    port = next(member.http_port for member in access.cluster.members if member.name == "server-1")
     with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return str(answer.read().decode())

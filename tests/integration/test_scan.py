@@ -34,17 +34,19 @@ SCHEMA = pa.schema(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running_cluster(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as found:
-        with WaltzClient(found.connect, PATIENT_CLIENT) as client:
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as cluster:
+        with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
             futures = [
                 client.append(
-                    msgpack.packb({"id": each, "filler": FILLER}), partition=each % 2, header=each
+                    msgpack.packb({"id": number, "filler": FILLER}),
+                    partition=number % 2,
+                    header=number,
                 )
-                for each in range(ROWS)
+                for number in range(ROWS)
             ]
             for future in futures:
                 future.result()
-        yield found
+        yield cluster
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_a_scan_of_all_partitions_has_every_transaction(client: WaltzClient):
         for part in range(2)
         for index in range(ROWS // 2)
     ]
-    # 30 MB were read; a chunk has 4 MiB, and its batch the same payloads, decoded.
+    # 30 MB were read. A chunk has 4 MiB, and its batch has the same payloads, decoded.
     assert most < 16 * 1024 * 1024
 
 

@@ -210,11 +210,11 @@ def test_a_client_appends_reads_and_flushes() -> None:
             data = await client.ask(messages.TransactionDataRequest(client.req_id(), 3))
             assert isinstance(data, messages.TransactionDataResponse)
             assert bytes(data.result[0] or b"") == b"alone"
-            found = await client.ask(
+            answer = await client.ask(
                 messages.RangeRequest(client.req_id(), 0, 9, 1 << 20, RangeForm.WHOLE, ())
             )
-            assert isinstance(found, messages.RangeData)
-            assert (found.count, found.next) == (4, 4)
+            assert isinstance(answer, messages.RangeData)
+            assert (answer.count, answer.next) == (4, 4)
             for storage in world.storages:
                 await poll_until(lambda log=storage.logs[0]: log.last == 3)
                 assert storage.counts["RangeRaw"] == 0
@@ -230,14 +230,14 @@ def test_evicted_data_is_read_from_a_storage() -> None:
             for _ in range(4):
                 await client.append(100, size=4_000)
             ask = messages.RangeRequest(client.req_id(), 0, 99, 1 << 20, RangeForm.WHOLE, ())
-            found = await client.ask(ask)
-            assert isinstance(found, messages.RangeData)
-            assert found.count == 100
-            assert sum(each.counts["RangeRaw"] for each in world.storages) == 1
+            answer = await client.ask(ask)
+            assert isinstance(answer, messages.RangeData)
+            assert answer.count == 100
+            assert sum(storage.counts["RangeRaw"] for storage in world.storages) == 1
             newest = messages.RangeRequest(client.req_id(), 399, 399, 9, RangeForm.HEADERS, ())
-            found = await client.ask(newest)
-            assert isinstance(found, messages.RangeData)
-            assert sum(each.counts["RangeRaw"] for each in world.storages) == 1
+            answer = await client.ask(newest)
+            assert isinstance(answer, messages.RangeData)
+            assert sum(storage.counts["RangeRaw"] for storage in world.storages) == 1
 
     run(main())
 
@@ -253,17 +253,17 @@ def test_a_server_reads_from_its_own_group_while_that_is_engaged() -> None:
             async def read(first: int) -> None:
                 number = client.req_id()
                 ask = messages.RangeRequest(number, first, first + 9, 1 << 20, RangeForm.WHOLE, ())
-                found = await client.ask(ask)
-                assert isinstance(found, messages.RangeData)
-                assert found.count == 10
+                answer = await client.ask(ask)
+                assert isinstance(answer, messages.RangeData)
+                assert answer.count == 10
 
             for first in range(0, 60, 10):
                 await read(first)
-            assert [each.counts["RangeRaw"] for each in world.storages] == [0, 6, 0]
+            assert [storage.counts["RangeRaw"] for storage in world.storages] == [0, 6, 0]
             await world.storages[1].stop()
             await read(70)
             assert world.storages[1].counts["RangeRaw"] == 6
-            assert sum(each.counts["RangeRaw"] for each in world.storages) == 7
+            assert sum(storage.counts["RangeRaw"] for storage in world.storages) == 7
 
     run(main())
 
@@ -286,7 +286,7 @@ def test_requests_without_a_partition_are_answered_by_the_server() -> None:
                 messages.ReplicasRequest(client.req_id(), linearizable=True)
             )
             assert isinstance(replicas, messages.ReplicasResponse)
-            assert set(replicas.replicas) <= {each.address for each in world.storages}
+            assert set(replicas.replicas) <= {storage.address for storage in world.storages}
             assert (await server.health()).details["zookeeper"] is True
 
     run(main())
@@ -299,10 +299,12 @@ def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
         async with cluster(slow_append_ms=1) as (world, server):
             client = await connect(server)
             await client.mount()
-            names = {each.address for each in world.storages}
+            names = {storage.address for storage in world.storages}
 
             def is_logged() -> bool:
-                lines = [each for each in caplog.messages if each.startswith("append.slow ")]
+                lines = [
+                    message for message in caplog.messages if message.startswith("append.slow ")
+                ]
                 return all(any(f"replica={name} " in line for line in lines) for name in names)
 
             while not is_logged():
@@ -420,11 +422,11 @@ def test_appends_and_marks_continue_without_zookeeper() -> None:
             assert health.unready_reasons == []
             assert health.details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
-            # Not without a query of a quorum: `high_water_mark_staleness_ms_max` has passed.
-            before = sum(each.counts["Heartbeat"] for each in world.storages)
+            # The server must query a quorum, because `high_water_mark_staleness_ms_max` has passed.
+            before = sum(storage.counts["Heartbeat"] for storage in world.storages)
             await poll_until(lambda: server.hosts[PartitionId(0)].partition.is_open)
             async with asyncio.timeout(TEST_TIMEOUT_S):
-                while sum(each.counts["Heartbeat"] for each in world.storages) == before:
+                while sum(storage.counts["Heartbeat"] for storage in world.storages) == before:
                     assert await client.mark() == 1
                     await asyncio.sleep(0.001)
             for session in world.zookeeper._sessions:
@@ -447,8 +449,8 @@ def test_a_server_is_ready_once_it_has_registered_and_its_partitions_are_open() 
                 assert (await second.health()).unready_reasons == []
                 world.stops[1].set()
             assert (await first.health()).unready_reasons == []
-            for each in world.storages:
-                await each.stop()
+            for storage in world.storages:
+                await storage.stop()
             await poll_until(lambda: not first.hosts[PartitionId(0)].partition.is_open)
             health = await first.health()
             assert health.unready_reasons == ["partition 0 has no open store session"]

@@ -38,9 +38,9 @@ class HangingStore:
 async def next_notice(owner):
     """Return the next notification other than of progress."""
     while True:
-        for each in await owner.link.receive():
-            if not isinstance(each, ArchiveProgress):
-                return each
+        for effect in await owner.link.receive():
+            if not isinstance(effect, ArchiveProgress):
+                return effect
 
 
 def archive_range(owner, attempt, last=9):
@@ -50,7 +50,7 @@ def archive_range(owner, attempt, last=9):
 def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_path, monkeypatch):
     monkeypatch.setattr(archive_jobs, "STALLED_MS", 50)
     settings = {"archive_url": f"file://{tmp_path}/archive", "archive_age_ms": 0}
-    store = HangingStore(monkeypatch, "write")  # of a manifest, after the object
+    store = HangingStore(monkeypatch, "write")  # the manifest; the object exists
 
     async def main():
         storage = StorageDaemon(config_for(tmp_path / "storage", **settings), CLUSTER, None)
@@ -80,9 +80,9 @@ def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_
                 await owner.ask(owner.owner.make(CollectGarbage, 3, *recorded))
                 collected = await next_notice(owner)
                 assert collected == GarbageCollected(5, 0, 0, 3, has_more=False, error="")
-            files = [each.name for each in (tmp_path / "archive").rglob("*") if each.is_file()]
+            files = [path.name for path in (tmp_path / "archive").rglob("*") if path.is_file()]
             assert len(files) == 2
-            assert all(each.endswith(("-2.parquet", "-2.json")) for each in files), files
+            assert all(file.endswith(("-2.parquet", "-2.json")) for file in files), files
             assert value("waltz_storage_garbage_collected_files_total", partition=0) == 2
             assert value("waltz_storage_garbage_collected_bytes_total", partition=0) > 0
             stop.set()

@@ -77,10 +77,10 @@ class OriginalTool:
     async def ask(self, message):
         answer = await self.exchange(b"".join(codec.encode(message, 0)))
         assert answer[:3] == b"A\0\0"
-        found = codec.decode(WireProtocol.ADMIN, 0, memoryview(answer)[7:])
-        assert isinstance(found, AdminMessage)
-        assert found.sequence == message.sequence
-        return found
+        decoded = codec.decode(WireProtocol.ADMIN, 0, memoryview(answer)[7:])
+        assert isinstance(decoded, AdminMessage)
+        assert decoded.sequence == message.sequence
+        return decoded
 
 
 @asynccontextmanager
@@ -148,11 +148,11 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
             assert held == CAPTURED["ASSIGNED_PARTITION_STATUS_RESPONSE", 0]
             assert await tool.exchange(CAPTURED["PARTITION_ASSIGNMENT_REQUEST", 1]) == done(1)
             assert await tool.exchange(CAPTURED["PARTITION_AVAILABLE_REQUEST", 2]) == done(2)
-            found = await tool.ask(HeldRequest(3))
-            assert found == HeldResponse(3, ((0, True), (1, True), (2, True), (3, False)))
+            answer = await tool.ask(HeldRequest(3))
+            assert answer == HeldResponse(3, ((0, True), (1, True), (2, True), (3, False)))
             assert await tool.exchange(CAPTURED["PARTITION_ASSIGNMENT_REQUEST", 5]) == done(5)
-            found = await tool.ask(HeldRequest(6))
-            assert found == HeldResponse(6, ((0, True), (1, True), (2, True)))
+            answer = await tool.ask(HeldRequest(6))
+            assert answer == HeldResponse(6, ((0, True), (1, True), (2, True)))
             assert list((tmp_path / "3").iterdir()) == []
             marks = await tool.ask(SessionInfoRequest(7, 2))
             assert marks == SessionInfoResponse(7, 2, -1, -1, -1)
@@ -176,8 +176,8 @@ def test_a_tool_of_0_13_reads_its_fields(tmp_path):
             async with original_tool(port) as tool:
                 read = await tool.ask(RecordListRequest(1, 0, 25, 20))
                 assert isinstance(read, RecordListResponse)
-                assert [one.transaction_id for one in read.records] == [25, 26, 27, 28, 29]
-                assert {one.data for one in read.records} == {b"data"}
+                assert [record.transaction_id for record in read.records] == [25, 26, 27, 28, 29]
+                assert {record.data for record in read.records} == {b"data"}
                 metrics = await tool.ask(MetricsRequest(2))
                 assert isinstance(metrics, MetricsResponse)
                 gauges = json.loads(bytes(metrics.json))["gauges"]
@@ -218,7 +218,7 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
                 await fill(owner)
                 await fill(other)
                 await admin.request(Done, SetAvailable, (0,), False)
-                await owner.link.wait_closed()  # its session has ended here
+                await owner.link.wait_closed()  # the storage has closed the connection
                 assert isinstance(await other.ask(other.owner.append(1)), Appended)
             async with session(address, 6) as owner:
                 nack = await owner.ask(
@@ -234,7 +234,7 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
             read = await admin.request(RecordListResponse, RecordListRequest, 0, 28, 9)
             assert len(read.records) == 2
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
-            assert not (await replica(admin, 0)).is_served  # a restart does not forget it
+            assert not (await replica(admin, 0)).is_served  # also after a restart
             await admin.request(Done, SetAvailable, (0,), True)
             prepared = await until_served(address, 6)
             assert (prepared.synced_max, prepared.last_session, prepared.suspect) == (29, 5, False)
@@ -273,7 +273,7 @@ def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_p
     async def check_removed(address):
         async with session(address, 4) as late:
             old = await late.ask(late.owner.make(Prepare, bytes(16), bytes(16), KEY.bytes, 4))
-            assert old.error_code == errors.SessionFenced.code  # the storage has kept its promise
+            assert old.error_code == errors.SessionFenced.code  # the storage keeps its promise
         prepared = await until_served(address, 6)
         assert (prepared.synced_max, prepared.last_session) == (BEFORE_FIRST, -1)
         assert prepared.suspect

@@ -173,7 +173,7 @@ def test_acknowledged_data_survives_a_kill(tmp_path):
             answers = []
             while len(answers) < 10:
                 answers += await owner.link.receive()
-            assert all(isinstance(each, Appended) for each in answers), answers
+            assert all(isinstance(answer, Appended) for answer in answers), answers
             assert answers[-1].synced_max == 999
             await check_records(owner)
             return first.storage_id, owner.owner.chain
@@ -207,9 +207,9 @@ def test_acknowledged_data_survives_a_kill(tmp_path):
 def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
     async def prepared_by(address, session_id):
         async with session(address, session_id) as owner:
-            found = await owner.prepare()
+            prepared = await owner.prepare()
             await owner.engage()
-            return owner.link.version, found.last_session, found.engaged_session
+            return owner.link.version, prepared.last_session, prepared.engaged_session
 
     with running_storage(tmp_path) as storage:
         assert on_loop(prepared_by(storage.address, 5)) == (4, -1, -1)
@@ -271,7 +271,7 @@ async def serving(config, cluster=CLUSTER):
 
 def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
     pages = {}
-    http_host = "127.0.0.5"  # not the one of the other ports
+    http_host = "127.0.0.5"  # not the address of the other ports
 
     def fetch(port, path):
         with urllib.request.urlopen(
@@ -322,12 +322,15 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
 def test_partitions_are_independent(tmp_path):
     async def main():
         async with serving(config_for(tmp_path)) as address:
-            async with session(address, 5, 0) as one, session(address, 7, 2) as two:
-                for each in (one, two):
+            async with (
+                session(address, 5, 0) as first_session,
+                session(address, 7, 2) as second_session,
+            ):
+                for each in (first_session, second_session):
                     await each.prepare()
                     await each.engage()
                     await each.ask(each.owner.append(3))
-                assert (await two.read(0, 2)).count == 3
+                assert (await second_session.read(0, 2)).count == 3
             async with session(address, 5, 1) as absent:
                 message = absent.owner.make(
                     Prepare, absent.owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT
@@ -353,7 +356,7 @@ async def at_an_append(storage, append_started):
 
 
 def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path, monkeypatch):
-    """One thread: other work that needed it at the end would wait without limit."""
+    """The storage has one thread, so no work of the shutdown may need this thread."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, append_started, may_continue, ended = Work.run, *(threading.Event() for _ in range(3))
 
@@ -449,17 +452,17 @@ def test_after_a_failure_the_shutdown_waits_for_the_work_of_other_partitions(tmp
     async def main():
         async with (
             serving(config_for(tmp_path)) as address,
-            session(address, 5, 0) as one,
-            session(address, 7, 2) as two,
+            session(address, 5, 0) as first_session,
+            session(address, 7, 2) as second_session,
         ):
-            for each in (one, two):
+            for each in (first_session, second_session):
                 await each.prepare()
                 await each.engage()
             monkeypatch.setattr(storage_daemon.Work, "run", run)
-            for each in (one, two):
+            for each in (first_session, second_session):
                 each.link.send(each.owner.append())
             with pytest.raises(errors.Unreachable):
-                await one.link.receive()
+                await first_session.link.receive()
 
     with (
         event_at_call(monkeypatch, "abandon") as abandoned,
@@ -533,7 +536,7 @@ def test_a_storage_serves_the_partitions_that_zookeeper_assigns_to_it(tmp_path, 
 
 
 async def assign(coordinator, *replicas):
-    """Have these hold partition 0."""
+    """Assign partition 0 to these replicas."""
     partitions = dict.fromkeys(map(ReplicaId, replicas), (PartitionId(0),))
     await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
 
@@ -572,19 +575,19 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
             shutil.rmtree(tmp_path / "data")
             with contextlib.suppress(errors.Unreachable):
                 assert not await is_served(address, 6)
-            await asyncio.Event().wait()  # until an error of `served_replicas` ends the daemon
+            await asyncio.Event().wait()  # an error of `served_replicas` ends the daemon
 
-    with pytest.raises(ExceptionGroup) as found:
+    with pytest.raises(ExceptionGroup) as caught:
         on_loop(main())
-    (error,) = found.value.exceptions
-    assert isinstance(error, errors.MissingSegment), found.value.exceptions
+    (error,) = caught.value.exceptions
+    assert isinstance(error, errors.MissingSegment), caught.value.exceptions
     assert "waltz-storage.ctl: the file was deleted or replaced while this process" in str(error)
     assert "cluster replace-storage" in str(error)
     assert not (tmp_path / "data").exists()
 
 
 async def write_states(coordinator, *replicas):
-    """Have an open session of partition 0 name these."""
+    """Write an open session of partition 0 with these replicas."""
     view = await coordinator.read_partition(PartitionId(0))
     state = model.ReplicaState(SessionId(5), model.UNRESOLVED)
     states = dict.fromkeys(map(ReplicaId, replicas), state)
@@ -609,11 +612,13 @@ def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zooke
                 await assign(coordinator, address, other)
                 await write_states(coordinator, address, other)
                 await assign(coordinator, other)
-            # Nor does it matter that the process starts when the partition is another's already.
+            # The same applies if the process starts after the partition was assigned to another
+            # storage.
             async with serving(config, None):
                 assert await is_served(address, 7)
                 await write_states(coordinator, other)
-                # No event reports the end; a connection that is preparing it just then is lost.
+                # No event reports the end of serving. A connection that is in use at this moment
+                # breaks.
                 with contextlib.suppress(errors.Unreachable):
                     while await is_served(address, 7):  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
@@ -754,7 +759,7 @@ def test_a_partition_that_cannot_be_opened_affects_no_other_partition_and_is_ope
             assert "not opened it yet" not in reason
             async with session(address, 5, 2) as owner:
                 await owner.prepare()
-            slots.write_bytes(content)  # an operator has brought it back
+            slots.write_bytes(content)  # an operator has restored the file
             while not (await storage.health()).is_healthy:  # noqa: ASYNC110 - no event reports the opening
                 await asyncio.sleep(0.01)
             async with session(address, 5, 0) as owner:

@@ -37,9 +37,9 @@ def place_of(cluster: LocalCluster) -> str:
 
 def test_a_client_appends_and_reads_from_servers_and_from_storages(cluster: LocalCluster):
     with WaltzClient(cluster.connect) as client:
-        rows = [bytes([each]) * 50_000 for each in range(40)]
-        futures = [client.append(each, partition=PARTITION) for each in rows]
-        last = max(each.result() for each in futures)
+        rows = [bytes([number]) * 50_000 for number in range(40)]
+        futures = [client.append(row, partition=PARTITION) for row in rows]
+        last = max(future.result() for future in futures)
         for replicas in (None, client.replicas(PARTITION)):
             chunks = client.read_range(PARTITION, last - 39, last, replicas=replicas)
             assert sorted(row.data for chunk in chunks for row in chunk.rows()) == rows
@@ -109,10 +109,10 @@ def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
 def test_the_doctor_does_not_suggest_to_stop_a_process_if_tls_fails(cluster: LocalCluster):
     result = run_command("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(result.stdout)["findings"]
-    assert [each["name"] for each in findings] == ["server-tls-failed", "storage-tls-failed"]
+    assert [finding["name"] for finding in findings] == ["server-tls-failed", "storage-tls-failed"]
     _, *words = shlex.split(findings[0]["command"])
     file = cluster.connect.partition("?tls=")[2]
-    result = run_command(*(each.replace("FILE", file) for each in words))
+    result = run_command(*(word.replace("FILE", file) for word in words))
     assert result.returncode == 0, result.stdout
 
 

@@ -51,7 +51,7 @@ class RealWorld:
         session = zookeeper_session.ZooKeeperSession(
             [self.host],
             connect_timeout_ms=10_000,
-            # The longest possible one: it outlives a ZooKeeper that restarts slowly.
+            # The longest session timeout, so that the session survives a slow restart of ZooKeeper.
             session_timeout_ms=10_000,
             request_timeout_ms=5_000,
         )
@@ -62,10 +62,10 @@ class RealWorld:
     async def expire(self, znodes: zookeeper_session.ZooKeeperSession) -> None:
         # A second client takes over the session and closes it: ZooKeeper then ends the session.
         identity = znodes._client.client_id
-        thief = KazooClient(self.host, client_id=identity)
-        await asyncio.to_thread(thief.start)
-        await asyncio.to_thread(thief.stop)
-        await asyncio.to_thread(thief.close)
+        second_client = KazooClient(self.host, client_id=identity)
+        await asyncio.to_thread(second_client.start)
+        await asyncio.to_thread(second_client.stop)
+        await asyncio.to_thread(second_client.close)
 
 
 @contextlib.asynccontextmanager
@@ -106,7 +106,7 @@ def test_a_connect_string_is_sufficient_for_a_connection(zookeeper):
 
 def test_the_session_timeout_is_the_negotiated_value(zookeeper):
     async def run():
-        # The maximum of `zookeeper_config`.
+        # The session timeout is limited to the maximum in `zookeeper_config`.
         async with zookeeper_session.open_session(
             f"{zookeeper}/a", session_timeout_ms=60_000
         ) as coordinator:
@@ -148,7 +148,7 @@ def test_a_loop_that_hangs_loses_its_session_and_is_notified(zookeeper):
     asyncio.run(run())
 
 
-# A session timeout that no test waits for: a wait for it shows on a busy machine.
+# A session timeout, and a much shorter limit: a test that waited for the timeout would fail.
 LONG_MS, SOONER_S = 60_000, 30
 
 
@@ -270,8 +270,8 @@ async def proxy(
 ) -> AsyncIterator[tuple[str, list[int]]]:
     """Listen before a ZooKeeper; yield the host, and the numbers of the connections, from 0.
 
-    `fate` gets a connection's number and the bytes that the client sends: the proxy passes them
-    on ("pass"), keeps them without an answer ("keep"), or closes the connection ("close").
+    `fate` gets a connection's number, and the bytes that the client sends. Its result decides: the
+    proxy forwards the bytes ("pass"), never answers ("keep"), or closes the connection ("close").
     """
     arrived: list[int] = []
 
@@ -287,10 +287,10 @@ async def proxy(
                 both.create_task(forward(reader, back_writer, lambda data: action_of(number, data)))
                 both.create_task(forward(back_reader, writer, lambda _data: "pass"))
         finally:
-            # Also the connections that are cancelled with the loop: an open connection fails
-            # another test.
-            for each in both_ways:
-                each.transport.abort()
+            # Close also the connections that are cancelled with the loop: an open connection would
+            # fail another test.
+            for end in both_ways:
+                end.transport.abort()
 
     async def forward(reader, writer, choose):
         with contextlib.suppress(ConnectionError):
@@ -412,11 +412,11 @@ def test_followers_continue_after_zookeeper_was_killed_and_restarted(
 
 
 def check_log_has_one_line_of_each_loss_and_return(lines: list[str], host: str) -> None:
-    """Two sessions were lost, and have returned."""
-    lost = [each for each in lines if each.startswith("zookeeper.disconnected")]
-    found = [each for each in lines if each.startswith("zookeeper.connected")]
+    """Check the log after two sessions were lost and replaced."""
+    lost = [line for line in lines if line.startswith("zookeeper.disconnected")]
+    found = [line for line in lines if line.startswith("zookeeper.connected")]
     assert (len(lost), len(found)) == (2, 2)
-    assert sum(each.startswith("zookeeper.") for each in lines) == 4, (
+    assert sum(line.startswith("zookeeper.") for line in lines) == 4, (
         "the log must have no lines of connection attempts"
     )
     hosts, at = re.escape(host), r"at=20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
@@ -504,7 +504,7 @@ def test_a_closed_session_leaves_no_thread(zookeeper):
 
     async def run():
         async with zookeeper_session.open_session(f"{zookeeper}/a"):
-            # Not a superset: a thread of an earlier test may end meanwhile.
+            # Only new threads are checked: a thread of an earlier test may end meanwhile.
             assert set(threading.enumerate()) - before
 
     asyncio.run(run())

@@ -48,7 +48,7 @@ RESERVED = {"R/store/adminLock"}
 
 
 class ZooKeeperUsers(NamedTuple):
-    """A ZooKeeper, and where the auth files are."""
+    """A ZooKeeper, and the directory of the auth files."""
 
     hosts: str
     directory: Path
@@ -194,7 +194,7 @@ def check_all_nodes(users: ZooKeeperUsers, root: str, user: str) -> None:
             if administrator.exists(path).ephemeralOwner:
                 expected = expected.replace("c", "").replace("d", "")
             assert permissions_found(client, users, path) == expected, path
-        assert rows == {each.path for each in ZNODES} - RESERVED
+        assert rows == {znode.path for znode in ZNODES} - RESERVED
         above = root.rpartition("/")[0]
         expected = {"administrator": "crwda"}.get(user, "r")
         assert permissions_found(client, users, above) == expected
@@ -236,7 +236,7 @@ def access_lists(users: ZooKeeperUsers, root: str) -> dict[str, set[ACL]]:
 
 @pytest.mark.parametrize("before", ["old", "public"])
 def test_protect_gives_all_nodes_the_lists_of_a_new_cluster(users: ZooKeeperUsers, before: str):
-    """From the old user, which becomes the members', and from an open cluster."""
+    """Before, the nodes belong to the old user, which becomes the members' user, or are open."""
     root, new = f"/protected-{before}", f"/new-{before}"
 
     async def run():
@@ -306,7 +306,7 @@ def test_first_and_imported_permissions_set_the_access_lists(users: ZooKeeperUse
 def test_clients_without_a_zookeeper_user_read_neither_permissions_nor_the_audit_log(
     users: ZooKeeperUsers,
 ):
-    """One user with a line for clients that read; also after `protect`."""
+    """The auth file has one user and a line for clients that read; also after `protect`."""
     root = "/readable"
 
     async def run():
@@ -346,7 +346,7 @@ def test_a_user_may_remove_another_user_from_the_auth_file(users: ZooKeeperUsers
 
 def identities(client: KazooClient, root: str) -> set[str]:
     """Return all users that the access lists name."""
-    return {each.id.id for path in tree(client, root) for each in client.get_acls(path)[0]}
+    return {entry.id.id for path in tree(client, root) for entry in client.get_acls(path)[0]}
 
 
 def identity(name: str, password: str) -> str:
@@ -401,7 +401,10 @@ def administrators_user_changes() -> list[set[str] | str]:
     ],
 )
 def test_a_changed_password_denies_no_process_access(users: ZooKeeperUsers, first, changes, last):
-    """Auth files of docs/zookeeper.md: {files of running processes}, or that of `protect`."""
+    """Test the auth files of docs/zookeeper.md in their order.
+
+    A set has the files of processes that run together; a string is the file for `protect`.
+    """
     root, file = f"/changed-{changes.__name__}", users.directory / "zookeeper.auth"
     connect = f"{users.hosts}{root}?auth={file}"
 
@@ -517,7 +520,7 @@ def test_a_member_creates_no_cluster(users: ZooKeeperUsers):
 
 
 def test_a_client_without_a_zookeeper_user_reads_the_public_znodes(users: ZooKeeperUsers):
-    """It finds servers, and gets no client ID."""
+    """Such a client finds servers, but ZooKeeper gives it no client ID."""
     root = "/clients"
 
     async def run():

@@ -14,11 +14,11 @@ from waltz_core.local import LocalCluster, running_cluster
 def tls_cluster(
     directories: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    """Run the cluster; its daemons and clients present one certificate."""
+    """Run the cluster; its daemons and clients present the same certificate."""
     file = directories.mktemp("tls") / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
-    where = directories.mktemp("cluster") / "local"
-    with running_cluster(where, tls=file, storage_count=1, server_count=1) as cluster:
+    directory = directories.mktemp("cluster") / "local"
+    with running_cluster(directory, tls=file, storage_count=1, server_count=1) as cluster:
         yield cluster
 
 

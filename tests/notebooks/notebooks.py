@@ -34,24 +34,24 @@ class Notebook:
 
     def output(self) -> str:
         """Return the printed output."""
-        return "".join(each.text for each in self.outputs if each.get("name") == "stdout")
+        return "".join(output.text for output in self.outputs if output.get("name") == "stdout")
 
     def errors(self) -> list[str]:
         """Return its lines on stderr, without the warnings of a slow machine, and its errors."""
-        stderr = [each.text for each in self.outputs if each.get("name") == "stderr"]
+        stderr = [output.text for output in self.outputs if output.get("name") == "stderr"]
         lines = [line for text in stderr for line in text.splitlines()]
         wrong = [line for line in lines if not line.startswith(SLOW_MACHINE_WARNING)]
-        return wrong + [each.evalue for each in self.outputs if each.output_type == "error"]
+        return wrong + [output.evalue for output in self.outputs if output.output_type == "error"]
 
     def images(self) -> list[str]:
         """Return its pictures, in base64."""
-        data = [each.get("data", {}) for each in self.outputs]
+        data = [output.get("data", {}) for output in self.outputs]
         return [each["image/png"] for each in data if "image/png" in each]
 
     def table(self, source: str) -> list[dict[str, str]]:
-        """Return the table that the one cell with this source shows; the index is column ''."""
+        """Return the table that the only cell with this source shows; the index is column ''."""
         (cell,) = [cell for cell in self.code if source in cell.source]
-        data = [each.get("data", {}) for each in cell.outputs]
+        data = [output.get("data", {}) for output in cell.outputs]
         (shown,) = [each["text/html"] for each in data if "text/html" in each]
         rows = [
             [html.unescape(field).strip() for field in _FIELD.findall(row)]
@@ -65,7 +65,7 @@ class Notebook:
 
     def tables(self) -> list[str]:
         """Return all of its tables as text."""
-        data = [each.get("data", {}) for each in self.outputs]
+        data = [output.get("data", {}) for output in self.outputs]
         return [each["text/plain"] for each in data if "text/html" in each]
 
 
@@ -88,7 +88,7 @@ def execute_notebook(name: str, directory: Path) -> ExecutedNotebook:
     working, temporary = directory / "cwd", directory / "tmp"
     working.mkdir()
     temporary.mkdir()
-    # ipykernel leaves the output of child processes alone when it assumes a test.
+    # ipykernel does not redirect the output of child processes if it detects a test.
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     env |= {"PYSPARK_PYTHON": sys.executable, "TMPDIR": str(temporary)}
     node = nbformat.read(NOTEBOOKS_FOLDER / f"{name}.ipynb", as_version=4)

@@ -12,7 +12,7 @@ from tests.notebooks.notebooks import (
     read_notebook,
 )
 
-# Each starts a cluster and a Spark; on a busy machine that alone takes a while.
+# Each notebook starts a cluster and Spark, which takes long on a busy machine.
 pytestmark = pytest.mark.notebook
 
 
@@ -39,7 +39,7 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
     assert executed.remaining_directories == []
 
 
-def expect_what_is_committed(name: str, notebook: Notebook) -> None:
+def expect_committed_outputs(name: str, notebook: Notebook) -> None:
     """Check that deterministic outputs equal the committed outputs.
 
     After an intended change, run the notebook in `make notebook` from the top, and save it.
@@ -49,13 +49,13 @@ def expect_what_is_committed(name: str, notebook: Notebook) -> None:
 
 
 def expect_first_append(notebook: Notebook) -> None:
-    expect_what_is_committed("01_first_append_and_read", notebook)
+    expect_committed_outputs("01_first_append_and_read", notebook)
     assert "5 committed, 0 rejected\n" in notebook.output()
     assert "what was read is what was written: True\n" in notebook.output()
     assert "20,000 committed, 0 rejected\n" in notebook.output()
-    where = notebook.table("result.committed.select")
-    altona = [row for row in where if row["shop"] == "Altona"]
-    assert len(where) == 5
+    table_html = notebook.table("result.committed.select")
+    altona = [row for row in table_html if row["shop"] == "Altona"]
+    assert len(table_html) == 5
     assert len({row["partition"] for row in altona}) == 1
     ids = [int(row["transaction_id"]) for row in altona]
     assert len(ids) == 3
@@ -67,7 +67,7 @@ def expect_first_append(notebook: Notebook) -> None:
 
 
 def expect_optimistic_locking(notebook: Notebook) -> None:
-    expect_what_is_committed("02_optimistic_locking", notebook)
+    expect_committed_outputs("02_optimistic_locking", notebook)
     counts = {row[""]: (row["North"], row["South"]) for row in notebook.table("result_north = ")}
     assert counts == {"committed": ("6", "1"), "rejected": ("0", "5")}
     conflicts = notebook.table("conflicts = (")
@@ -93,7 +93,7 @@ def expect_optimistic_locking(notebook: Notebook) -> None:
 
 
 def expect_ledger(notebook: Notebook) -> None:
-    expect_what_is_committed("03_ledger", notebook)
+    expect_committed_outputs("03_ledger", notebook)
     batches = notebook.table("SELECT number AS batch")
     assert sum(int(row["transfers"]) for row in batches) == 1_016
     assert max(int(row["transfers"]) for row in batches) == 300
@@ -139,8 +139,8 @@ def expect_measurements(notebook: Notebook) -> None:
     assert 0 < half <= most <= nearly_all
 
 
-def expect_a_right_table(notebook: Notebook) -> None:
-    expect_what_is_committed("06_a_table_that_is_never_wrong", notebook)
+def expect_correct_table(notebook: Notebook) -> None:
+    expect_committed_outputs("06_a_table_that_is_never_wrong", notebook)
     output = notebook.output()
     assert output.count(" ended with -9\n") == 4
     assert "the last follower ended with 0\n" in output
@@ -164,9 +164,14 @@ def expect_audit(notebook: Notebook) -> None:
     assert cause["cents"] == row["cents"]
     assert (cause["program"], cause["by"]) == ("import", "nordwind-w07.csv")
     history = notebook.table("history_of(KETTLE, partition).drop")
-    assert [each["by"] for each in history] == ["opening", "Anna", "Boris", "nordwind-w07.csv"]
-    assert [float(each["before"]) for each in history[1:]] == [
-        float(each["cents"]) for each in history[:-1]
+    assert [change["by"] for change in history] == [
+        "opening",
+        "Anna",
+        "Boris",
+        "nordwind-w07.csv",
+    ]
+    assert [float(change["before"]) for change in history[1:]] == [
+        float(change["cents"]) for change in history[:-1]
     ]
     assert "prices that are less than half of the old ones: 0\n" in notebook.output()
 
@@ -177,6 +182,6 @@ EXPECTED = {
     "03_ledger": expect_ledger,
     "04_replay_and_time_travel": expect_time_travel,
     "05_measure_your_cluster": expect_measurements,
-    "06_a_table_that_is_never_wrong": expect_a_right_table,
+    "06_a_table_that_is_never_wrong": expect_correct_table,
     "07_time_travel_and_audit": expect_audit,
 }

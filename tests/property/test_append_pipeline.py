@@ -1,9 +1,9 @@
 """The append pipeline over a log that loses sessions: every reported outcome is true.
 
-The inputs are random: clients, locks, marks, session losses (with and without another owner in the
-meantime), truncations in the middle of a batch, batches that the pipeline processes in pieces, late
-commits, remounts, closed connections, and proofs that are late or missing. At the end the outcomes
-are compared with the log.
+The inputs are random: clients, locks, marks, batches in pieces, late commits, remounts, closed
+connections, and proofs that are late or missing. Sessions are lost, with or without another owner
+in the meantime, and logs are truncated in the middle of a batch. At the end the outcomes are
+compared with the log.
 """
 
 import random
@@ -55,7 +55,7 @@ class Row:
     write: tuple[int, ...]
     read: tuple[int, ...]
     append: tuple[int, ...]
-    log_last: int  # where the log ended when it was sent
+    log_last: int  # the last ID of the log when the row was sent
 
 
 def req_ids_of(batch: Batch) -> list[ReqId]:
@@ -91,7 +91,7 @@ class World:
     mount_of: dict[ReqId, ConnectionId] = field(default_factory=dict)
     closed: set[ConnectionId] = field(default_factory=set)
     now_ms: int = 0
-    cut: set[ReqId] = field(default_factory=set)  # requests of which a part was in a store batch
+    cut: set[ReqId] = field(default_factory=set)  # requests that store batches have split
     unproved: list[PendingAppend] = field(default_factory=list)
     # The rejections in the order of their answers.
     rejected: deque[tuple[ReqId, RowOutcomeCode, int]] = field(
@@ -100,7 +100,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.mounts = Mounts(100)
-        # So few slots that locks collide: refusals may be false, acceptances may not.
+        # The table has so few slots that locks collide. So a rejection may be false, but an
+        # acceptance may not.
         limits = PartitionLimits(
             lock_slot_count=self.rng.choice((13, 1009)),
             slice_rows_max=self.rng.choice((2, 8192)),
@@ -230,7 +231,7 @@ class World:
         self.mounts.finish_mount(client, connection)
 
     def close(self) -> None:
-        """A connection breaks: its client mounts on another, and is not answered on this one."""
+        """Break a connection: its client mounts on another one, and gets no answers on this one."""
         client = self.rng.choice(list(self.connections))
         connection = self.connections[client]
         self.mounts.on_connection_closed(connection)
@@ -293,7 +294,7 @@ class World:
 
     def rows_to_answer(self, requests: Collection[ReqId]) -> set[ReqId]:
         """Return the rows that must be answered, because their connection is open."""
-        return {each for each in requests if self.mount_of[each] not in self.closed}
+        return {request for request in requests if self.mount_of[request] not in self.closed}
 
     def on_answer(self, message: AppendResult) -> None:
         assert message.req_id not in self.answers, "a row was answered twice"
@@ -316,7 +317,7 @@ class World:
             assert conflict <= mark, "a rejection was reported before its reason was final"
             assert (reason == RowOutcomeCode.LOCK) == (conflict >= 0)
 
-    # --- the truth
+    # --- the log
 
     def check(self) -> None:
         assert self.rows_to_answer(self.requests) <= set(self.answers)
@@ -336,7 +337,10 @@ class World:
                     )
                     assert conflict == -1 or conflict > self.rows[req_id].mark
         unreported = {
-            row for each in self.requests if each not in self.answers for row in self.rows_of(each)
+            row
+            for request in self.requests
+            if request not in self.answers
+            for row in self.rows_of(request)
         }
         committed = {req_id for req_id in self.log if req_id.client_id != FOREIGN}
         assert reported == committed - unreported
@@ -365,7 +369,7 @@ class World:
     def check_rejections(self) -> None:
         """Check that the listed rejections are the newest reported ones, without lost rows."""
         listed = self.pipeline.rejections.newest_first(TransactionId(len(self.log) - 1))
-        found = [(each.req_id, each.reason, each.conflict) for each in reversed(listed)]
+        found = [(name.req_id, name.reason, name.conflict) for name in reversed(listed)]
         assert found == list(self.rejected)
 
 
@@ -380,7 +384,7 @@ def run(seed: int) -> World:
     )
     for _ in range(STEPS):
         world.rng.choice(steps)()
-    # Repair: everything that waits must get an outcome in the end.
+    # All faults are repaired. Every waiting row must get an outcome.
     world.open()
     while world.pipeline.due_ms(world.now_ms) is not None or world.in_flight:
         world.now_ms += 1
@@ -394,7 +398,7 @@ def run(seed: int) -> World:
 
 
 def test_reported_outcomes_are_true() -> None:
-    """Check that the schedules reach the intended situations."""
+    """The test also checks that the schedules reach the intended situations."""
     reasons = dict.fromkeys(RowOutcomeCode, 0)
     sessions = cut = cut_short = cut_lost = 0
     for seed in SEEDS:

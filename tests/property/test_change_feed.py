@@ -43,12 +43,12 @@ LOGS = st.lists(TRANSACTIONS, min_size=10, max_size=40)
 
 
 class Turn(NamedTuple):
-    """A task of a micro-batch, and what happens to the file of its machine before."""
+    """A task of a micro-batch, and the fault of its machine's file before the task."""
 
     machine: int
     count: int  # the transactions of the micro-batch
-    batches_read: int | None  # the task ends after these; None: it succeeds
-    is_accepted: bool  # otherwise the micro-batch runs again, although the task has succeeded
+    batches_read: int | None  # the task ends after this number; None: it succeeds
+    is_accepted: bool  # False: the micro-batch runs again, although the task has succeeded
     fault: str
 
 

@@ -24,7 +24,7 @@ STEP_COUNT = 120
 
 
 class SlowSession(MemorySession):
-    """A session whose requests take a while, so that others get in between."""
+    """A session with slow requests, so that requests of other sessions come in between."""
 
     random: Random
 

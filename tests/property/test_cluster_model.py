@@ -14,7 +14,7 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 NATURAL = st.integers(0, 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 PORT = st.integers(0, 65535)
-# Surrogates alone are legal in modified UTF-8, a pair of them is one character.
+# In modified UTF-8, a lone surrogate is valid, and a pair of surrogates is one character.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 ADDRESS = TEXT
 PARTITIONS = st.lists(NATURAL, max_size=6).map(tuple)

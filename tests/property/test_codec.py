@@ -150,11 +150,11 @@ def test_messages_are_decoded_from_any_split_of_the_bytes(cases, data):
     dialler.receive(listener.first_bytes())
     stream = dialler.first_bytes() + b"".join(b"".join(dialler.send(m)) for m in sent)
     received = []
-    at = 0
-    while at < len(stream):
-        size = data.draw(st.integers(1, len(stream) - at))
-        received += listener.receive(stream[at : at + size])
-        at += size
+    offset = 0
+    while offset < len(stream):
+        size = data.draw(st.integers(1, len(stream) - offset))
+        received += listener.receive(stream[offset : offset + size])
+        offset += size
     assert isinstance(received[0], HelloReceived)
     assert received[1:] == sent
     assert not listener.is_inside_frame

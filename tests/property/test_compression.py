@@ -16,7 +16,7 @@ values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=50),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner),
 )
-# Bytes that are worth compressing, and bytes that are not.
+# Bytes that compress well, and bytes that do not.
 datas = st.binary(max_size=500) | st.builds(
     lambda part, times: part * times, st.binary(max_size=20), st.integers(0, 500)
 )
@@ -25,7 +25,7 @@ datas = st.binary(max_size=500) | st.builds(
 @given(values, st.sampled_from([MSGPACK, JSON]), st.integers(1, 22), st.integers(0, 300))
 def test_every_value_round_trips(value, inner, level, minimum_bytes):
     packed = Zstd(inner, level=level, minimum_bytes=minimum_bytes).serialize(value)
-    # A reader needs to know neither level nor minimum.
+    # A reader needs neither the level nor the minimum size.
     assert Zstd(inner).deserialize(packed) == value
 
 

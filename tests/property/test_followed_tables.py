@@ -53,7 +53,7 @@ SORTING = [("partition", "ascending"), ("transaction_id", "ascending")]
 RESULT = pa.schema(
     [*(part for part in SCHEMA if part.name not in ("header", "op")), (DELETED, pa.bool_())]
 )
-# The part of a row that does not depend on its place in the log.
+# A row without its position in the log.
 BODIES = st.tuples(
     st.sampled_from((0, 1, DELETE_HEADER)),
     st.sampled_from("abc"),
@@ -97,8 +97,8 @@ def by_function(row: tuple) -> list[tuple[Key, int | None]]:
     """Return up to four changes of a transaction, of two keys."""
     _, _, _, account, day, _, value = row
     return [
-        ((account, (day + each) % 2), None if (value + each) % 3 == 0 else value + each)
-        for each in range(value % 5)
+        ((account, (day + number) % 2), None if (value + number) % 3 == 0 else value + number)
+        for number in range(value % 5)
     ]
 
 
@@ -150,10 +150,10 @@ class StoredTable(NamedTuple):
 class Turn(NamedTuple):
     """One turn of a follower."""
 
-    visible: int  # percent of the log that is committed
+    visible: int  # the committed percentage of the log
     count_max: int
     cuts: list[int]
-    is_killed: bool  # before its commit
+    is_killed: bool  # the follower is killed before its commit
     part_bytes: int = 1 << 20
 
 
@@ -183,7 +183,7 @@ def test_a_followed_table_equals_a_replay_of_the_log(log, turns, case):
         ends = {part: max(end, grown[part]) for part, end in ends.items()}
         table = marks_to_continue_from(stored.metadata, stored.version, start)
         batch = next_batch_marks(table.marks, LogState(ends, {}), turn.count_max)
-        # Rows that the table has are dropped: a repeated micro-batch has them.
+        # A repeated micro-batch has rows that the table already contains; they are dropped.
         read = table_of(up_to(rows, batch), turn.cuts)
         with patch.object(row_changes, "PART_BYTES", turn.part_bytes):
             changes = reduce_batches(read.to_batches(), rules, SCHEMA, table.marks)
@@ -214,7 +214,7 @@ def test_the_last_changes_of_merged_parts_equal_the_last_changes_of_the_whole(lo
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=40))
 def test_changes_of_one_transaction_keep_their_order(found):
-    """Of a changes function; transactions may be in any order, and in any number of chunks."""
+    """A changes function may get transactions in any order, and in any number of chunks."""
     fields = {"partition": pa.int32(), "transaction_id": pa.int64(), "id": pa.int64()}
     schema = pa.schema([*fields.items(), (DELETED, pa.bool_())])
     rows = [

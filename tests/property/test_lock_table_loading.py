@@ -44,7 +44,7 @@ class History:
         first = before.last + 1
         last = first + rng.choice((0, 0, 2))
         end = LogEnd(TransactionId(last), rng.randbytes(16))
-        locks = [(each, rng.randrange(LOCKS)) for each in range(first, last + 1)]
+        locks = [(number, rng.randrange(LOCKS)) for number in range(first, last + 1)]
         packed = struct.pack(f">{len(locks)}i", *(lock for _, lock in locks))
         block = encode(TransactionId(first), end, before.chain, packed)
         for file in self.files:
@@ -57,7 +57,7 @@ class History:
         """Truncate the last batches of the log; the lock files still have their blocks."""
         keep = max(1, len(self.ends) - self.rng.randrange(3))
         del self.ends[keep:]
-        self.writes = [each for each in self.writes if each[0] <= self.end.last]
+        self.writes = [write for write in self.writes if write[0] <= self.end.last]
 
     def spoil(self) -> None:
         rng, position = self.rng, self.rng.randrange(3)
@@ -79,7 +79,7 @@ class History:
 
 
 class Owner:
-    """An owner that begins at the end of a log and learns its locks from three replicas."""
+    """An owner that begins at the end of a log, and loads its locks from three replicas."""
 
     def __init__(self, history: History) -> None:
         self.files = history.files
@@ -88,7 +88,7 @@ class Owner:
         self.lock_loader.begin(self.table, history.end)
 
     def load(self) -> Iterator[None]:
-        """Ask for blocks and take them, until all is learned; yield before each turn."""
+        """Request blocks, and process the answers, until all are loaded; yield before each turn."""
         replicas = [ReplicaId(str(each)) for each in range(3)]
         effects = self.lock_loader.query_locks(SessionId(1), replicas, 0, must_hold_appends=True)
         while effects or self.lock_loader.due_ms(0) == 0:
@@ -103,7 +103,7 @@ class Owner:
 
 
 def learn_while_appending(rng: Random) -> None:
-    """Have an owner learn a random log while it appends to it, and compare after each turn."""
+    """Let an owner load the locks of a random log while it appends; compare after each turn."""
     history = History(rng)
     for _ in range(rng.randrange(40)):
         rng.choice((history.append, history.append, history.append, history.lose_end))()
@@ -146,7 +146,7 @@ def test_no_loaded_lock_entry_is_below_its_last_writer(monkeypatch: pytest.Monke
 
 
 def test_most_lock_entries_are_loaded_if_few_lock_blocks_are_lost() -> None:
-    """The previous test proves something only if many tables are loaded far down the log."""
+    """The previous test is meaningful only if many tables are loaded down to low IDs."""
     floors = []
     for seed in range(100):
         history = History(Random(seed))

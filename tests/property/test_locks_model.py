@@ -30,7 +30,7 @@ class Model:
 
     def __init__(self, slot_count: int, mark: int) -> None:
         self.slots = [mark] * slot_count
-        self.entered: list[tuple[int, int, int]] = []  # ID, slot, and what that held before
+        self.entered: list[tuple[int, int, int]] = []  # ID, slot, previous value of the slot
 
     def undo_entries_above(self, mark: int) -> None:
         """Undo all entries above the mark."""
@@ -81,7 +81,7 @@ def validate_one_by_one(
     expected: list[tuple[int, int, bool]],
     high: TransactionId,
 ) -> None:
-    """The same rows, each alone, must have the same verdicts."""
+    """Check that the same rows, validated one by one, have the same verdicts."""
     next_id = min((each for each, _, _ in expected if each >= 0), default=high + 1)
     for (write, read, append, _, eligible), mark, (given_id, conflict, ahead) in zip(
         batch, marks, expected, strict=True

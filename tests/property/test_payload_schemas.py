@@ -1,8 +1,8 @@
 """Any Avro schema and value round-trips, and fastavro reads the same bytes with its own types.
 
 The strategy draws a schema together with values: all types, nested types, unions and logical types.
-It also tests schema evolution: the columns of a reader get the same values if a schema has another
-order of fields, more or fewer fields, or promoted types.
+The module also tests schema evolution. If a schema has another order of fields, more or fewer
+fields, or promoted types, the columns of a reader get the same values.
 """
 
 import datetime as dt
@@ -42,7 +42,7 @@ def fixed(size, **more):
     return lambda name: {"type": "fixed", "name": name, "size": size} | more
 
 
-# A schema, or a function of a new name, and its values.
+# A schema, or a function from an unused name to a schema, and its values.
 FLAT = [
     ("null", st.none()),
     ("boolean", st.booleans()),
@@ -98,16 +98,16 @@ def record(parts):
     def schema(names):
         name = f"R{next(names)}"
         fields = [
-            {"name": f"f{at}", "type": make_schema(kind, names)}
-            for at, (kind, _) in enumerate(parts)
+            {"name": f"f{index}", "type": make_schema(kind, names)}
+            for index, (kind, _) in enumerate(parts)
         ]
         return {"type": "record", "name": name, "fields": fields}
 
-    return schema, st.fixed_dictionaries({f"f{at}": part[1] for at, part in enumerate(parts)})
+    return schema, st.fixed_dictionaries({f"f{index}": part[1] for index, part in enumerate(parts)})
 
 
 class Nested:
-    """A schema that names its types by a counter, as each type has another name."""
+    """A schema whose types get different names from a counter."""
 
     def __init__(self, make):
         self.make = make
@@ -177,7 +177,7 @@ def test_the_bytes_that_fastavro_writes_are_read(pair):
     if not is_supported(schema):
         return
     sink = io.BytesIO()
-    if "local-timestamp" not in json.dumps(schema):  # fastavro 1.13 is one of a zone with them
+    if "local-timestamp" not in json.dumps(schema):  # fastavro 1.13 adds a time zone
         fastavro.schemaless_writer(sink, fastavro.parse_schema(schema), value)
         assert codec(schema).decode(sink.getvalue()) == value
 
@@ -192,7 +192,7 @@ def test_a_union_is_decoded_to_a_value_of_one_of_its_types(parts, data):
     value = data.draw(st.one_of(st.none(), *(values for _, values in chosen.values())))
     tested = codec(schema)
     back = tested.decode(tested.encode(value))
-    # A number may become one of another type of the union, but an equal one.
+    # A number may get another type of the union, but the same value.
     assert back == value or str(back) == str(value)
 
 
@@ -257,5 +257,5 @@ def test_columns_get_the_values_of_any_version_of_a_schema(data):
         expected.append({name: row.get(name) for name in wanted})
     unpacker = Unpacker(fields, "avro", decode=lambda each: codecs[each[0]].decode(each[1:]))
     columns = unpacker.columns(pa.array(payloads, pa.binary()), str)
-    found = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)).to_pylist()
-    assert found == expected
+    rows = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)).to_pylist()
+    assert rows == expected

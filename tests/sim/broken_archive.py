@@ -1,6 +1,7 @@
 """Mutants of the archive (docs/decisions/047). Each mutant breaks one rule.
 
-Uploads are those of `waltz_sim/cluster/simulated_archive.py`, which follow the production ones.
+The mutants change the uploads of `waltz_sim/cluster/simulated_archive.py`, which are like those of
+production.
 """
 
 from dataclasses import replace
@@ -101,7 +102,7 @@ def manifest_without_the_objects_before() -> Patches:
 
 @switch
 def reconstructed_batches_are_archived() -> Patches:
-    """A replica archives batches that it has reconstructed, and no other replica is compared."""
+    """A replica archives batches that it has reconstructed, without a comparison."""
 
     yield replaced(archive_pieces, "RECONSTRUCTED", object())
     yield replaced(SessionArchiver, "_compare_chain", _without_comparison)
@@ -183,8 +184,8 @@ def segments_removed_before_the_start_is_durable() -> Patches:
             original(self, start, slot)
         finally:
             self.write_slot = write
-        for each in written:
-            write(each)
+        for written_slot in written:
+            write(written_slot)
 
     yield replaced(LogFiles, "begin_after", begin_after)
 
@@ -267,8 +268,8 @@ def archived_before_settled() -> Patches:
 def uncommitted_batches_are_archived() -> Patches:
     """A replica archives uncommitted batches, and no second replica confirms them.
 
-    The comparison alone waits until the owner knows that a second replica has the batches. Of three
-    replicas these are a quorum.
+    The comparison alone would hide the mutant: it waits until a second replica has the batches. Two
+    of three replicas are a quorum, so the batches would be committed.
     """
     original = SessionArchiver.advance
 
@@ -366,18 +367,20 @@ def collection_while_a_mark_is_written() -> Patches:
 
 @switch
 def collection_ignores_the_starts_of_logs() -> Patches:
-    """A session collects garbage by a mark that ZooKeeper had lost, and which a log has passed."""
+    """A session collects garbage by a rolled-back mark, although a log begins above it."""
     original = SessionArchiver._collect_garbage
 
     def _collect_garbage(self, capable, replicas, now_ms):
-        starts = {each: each.repair.start for each in replicas if each.repair is not None}
-        for each in starts:
-            each.repair.start = BEFORE_FIRST
+        starts = {
+            replica: replica.repair.start for replica in replicas if replica.repair is not None
+        }
+        for replica in starts:
+            replica.repair.start = BEFORE_FIRST
         try:
             original(self, capable, replicas, now_ms)
         finally:
-            for each, start in starts.items():
-                each.repair.start = start
+            for replica, start in starts.items():
+                replica.repair.start = start
 
     yield replaced(SessionArchiver, "_collect_garbage", _collect_garbage)
 
@@ -390,7 +393,7 @@ def replacement_is_not_compared() -> Patches:
     """A replaced object may have reconstructed batches, and another chain than the manifest."""
 
     def _replaced_entry(entries, job):
-        return next(each for each in entries if each.name == job.replaced_object.name)
+        return next(entry for entry in entries if entry.name == job.replaced_object.name)
 
     yield replaced(archive_pieces, "RECONSTRUCTED", object())
     yield replaced(simulated_archive, "_replaced_entry", _replaced_entry)
@@ -451,7 +454,7 @@ def object_expires_too_early() -> Patches:
     def _first_unexpired(present, before, before_ms):
         first_unexpired = original(present, before, before_ms)
         return next(
-            (each.last + 1 for each in present.newest_objects if each.first == first_unexpired),
+            (entry.last + 1 for entry in present.newest_objects if entry.first == first_unexpired),
             first_unexpired,
         )
 

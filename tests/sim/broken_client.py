@@ -74,7 +74,7 @@ def appends_sent_again_on_a_new_link() -> Patches:
 
 @switch
 def avoided_link_mounted_again() -> Patches:
-    """A link on which an append was never answered is mounted again."""
+    """A client mounts again on a link on which an append was never answered."""
     original = PartitionStream._open_link
 
     def _open_link(self, out):

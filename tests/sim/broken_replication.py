@@ -114,7 +114,7 @@ def storage_id_ignored() -> Patches:
 
 @switch
 def mark_is_the_lowest_end() -> Patches:
-    """The decided mark is the lowest end of a log, not the one that a quorum has."""
+    """The decided mark is the lowest end of a log, not the highest ID that a quorum has."""
 
     def lowest(marks, quorum):
         return min(marks) if len(marks) >= quorum else None
@@ -247,7 +247,9 @@ def late_replica_counts_at_once() -> Patches:
 
     def _commit(self, now_ms):
         marked = (ReplicaStage.ENGAGED, ReplicaStage.READY)
-        marks = [each.synced_last for each in self.replicas.values() if each.stage in marked]
+        marks = [
+            replica.synced_last for replica in self.replicas.values() if replica.stage in marked
+        ]
         if self.window.commit(min(quorum_mark(marks, self.quorum), self.window.last)):
             self._progress_ms = now_ms
             chain = self.window.committed_chain
@@ -257,9 +259,9 @@ def late_replica_counts_at_once() -> Patches:
 
     def submit(self, batch, now_ms):
         self.window.add(batch, self.claim.session_id, now_ms)
-        for each in self.replicas.values():
-            if each.is_marked:
-                self._send_from_window(each, now_ms)
+        for replica in self.replicas.values():
+            if replica.is_marked:
+                self._send_from_window(replica, now_ms)
 
     yield replaced(StoreSession, "_send_from_window", _feed)
     yield replaced(StoreSession, "_commit", _commit)
@@ -288,9 +290,10 @@ def lost_replica_rejoins() -> Patches:
 def connections_are_replaced() -> Patches:
     """The owner reconnects to a replica in the same session although changes are unanswered.
 
-    The owner also sends no query before a truncation: during it, messages in flight on the old
-    connection would arrive, and 3,000 seeds would not detect the fault. And the owner ignores that
-    a storage was engaged in a session that ZooKeeper does not know; otherwise the partition halts.
+    The owner also sends no query before a truncation: during this query, messages in flight on the
+    old connection would arrive, and 3,000 seeds would not detect the fault. In addition, the owner
+    ignores that a storage was engaged in a session that ZooKeeper does not know. Otherwise the
+    partition would halt.
     """
 
     def _reset_connection_state(self):
@@ -415,7 +418,7 @@ def sent_counts_as_synced() -> Patches:
 
 @switch
 def lineage_not_compared() -> Patches:
-    """A log that is shorter than the decided one is filled up without a look at its history."""
+    """A log that is shorter than the decided log is filled up without a comparison of lineages."""
 
     def _check_aligned(self):
         self._is_aligned = True
@@ -455,7 +458,7 @@ def appends_in_flight_are_forgotten() -> Patches:
 
 @switch
 def former_quorum_not_needed() -> Patches:
-    """A session opens although less than a quorum of the last assignment has its mark."""
+    """A session opens although no quorum of the last assignment has its mark."""
 
     def _has_quorum(self, ready):
         return sum(replica in self.claim.assigned for replica in ready) >= self.quorum

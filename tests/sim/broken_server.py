@@ -51,7 +51,7 @@ def locks_written_at_commit() -> Patches:
         LockTable.validate_one,
         AppendPipeline.on_committed,
     )
-    later = {}  # table -> what was entered too early, by ID
+    later = {}  # table -> the locks that are entered later, by ID
 
     def without_entries(self, call, next_id):
         before = self._slots.copy()
@@ -409,7 +409,7 @@ def lock_blocks_trusted_without_chain() -> Patches:
 
 @switch
 def gap_between_lock_blocks_ignored() -> Patches:
-    """If a lock block is missing, the earlier ones are used anyway."""
+    """If a lock block is missing, the earlier blocks are used anyway."""
 
     def below(self, end, steps_max):
         while (block := self._take_last_block()) is not None and block.end.last > end.last:

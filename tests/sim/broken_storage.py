@@ -119,9 +119,9 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """A storage answers PREPARE without fencing older sessions, and fences them with the mark.
+    """A storage answers PREPARE without fencing older sessions; it fences them with the mark.
 
-    Until then appends of the session before are taken.
+    Until then, it accepts appends of the earlier session.
     """
     admit, check_owner = StorageService._admit_prepare, service._check_owner
     check_service, check_log = StorageService._check_session, PartitionLog._check_session
@@ -246,7 +246,8 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
 def torn_record_accepted() -> Patches:
     """After a crash the records are not checked against their checksums."""
     yield replaced(record_search, "first_bad_record", do_nothing)
-    # Otherwise the check of the batch would detect the torn record, and truncate the batch.
+    # Without this patch, the check of the batch would detect the torn record, and truncate the
+    # batch.
     yield replaced(segments, "first_invalid_record", do_nothing)
 
 
@@ -326,7 +327,7 @@ def group_continues_after_a_rejection() -> Patches:
 
     def _append_group(log, requests, result, clock_s):
         original(log, requests, result, clock_s)
-        good = [each for each in result.outcomes if not isinstance(each, Exception)]
+        good = [outcome for outcome in result.outcomes if not isinstance(outcome, Exception)]
         if good:
             result.outcomes[:] = [
                 replace(good[-1], sequence=request.message.sequence) for request in requests

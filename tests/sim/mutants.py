@@ -39,11 +39,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
 TABLE_BEGINS = "<!-- broken rules: python -m tests.sim.mutants --table -->\n"
 TABLE_ENDS = "<!-- end of broken rules -->\n"
 SEEDS_MAX = 3_000
-# Of one core: the machine may do other work.
+# CPU time of one core, because the machine may do other work.
 RUN_S_MAX = 20
 SHRINK_RUNS_MAX = 200
 SHRINK_S_MAX = 60.0
-# Found by several seeds, it is shrunk from the one whose rule says most.
+# If several seeds detect a mutant, the schedule with the most specific rule is shortened.
 CANDIDATES = 3
 UNSPECIFIC_RULES = ("Converged", "ClientStopped", "Crash")
 
@@ -56,7 +56,7 @@ class Trace:
     rule: str
     text: str
     seed: int
-    seeds: list[int]  # that found it; none if the schedule was written by hand
+    seeds: list[int]  # that detect the mutant; empty for a hand-written schedule
     rules: dict[str, int]
     schedule: Schedule = field(repr=False)
 

@@ -17,7 +17,7 @@ class SteadyWriter:
         self.answered_us: list[int] = []
         self.took_us: list[int] = []
         self.ids: list[int] = []
-        self.others: list[str] = []  # outcomes that are no commit
+        self.others: list[str] = []  # outcomes other than a commit
         self.client.on_settled = self.on_settled
         self.client.on_rejected = lambda effect: self.others.append(str(effect.error))
         self.client.on_started()

@@ -36,7 +36,7 @@ def do_nothing(*args: object, **kwargs: object) -> None:
 def broken(name: str) -> Iterator[None]:
     """Break a rule for the duration of a `with` block.
 
-    The machines' own invariant checks are disabled: the effect must be visible from outside.
+    The machines' own invariant checks are disabled, because the checkers must detect the effect.
     """
     with ExitStack() as stack:
         stack.enter_context(replaced(simulated_servers, "check", do_nothing))

@@ -1,7 +1,7 @@
 """An operator takes replicas offline, marks them suspect, re-seeds and removes them under faults.
 
-No command that a storage accepts loses acknowledged data: the checkers of the simulator verify
-this, and at the end all replicas are complete. `WALTZ_ADMIN_SEEDS` adds more seeds.
+No command that a storage accepts loses acknowledged data. The checkers of the simulator verify
+this. At the end, all replicas are complete. `WALTZ_ADMIN_SEEDS` adds more seeds.
 """
 
 import os
@@ -49,7 +49,7 @@ class OperatorRequests:
         if self.is_over:
             return
         if self.rng.random() < 0.15:
-            change_replicas(self.cluster, self.rng)  # so that there is something to be removed
+            change_replicas(self.cluster, self.rng)  # so that there are replicas to remove
         storages = list(self.cluster.storages.values())
         idle = [each for each in storages if each.replica not in self.cluster.replicas]
         storage = self.rng.choice(storages + 2 * idle)
@@ -75,7 +75,8 @@ class OperatorRequests:
             self.outcome.append((command, answer))
 
         if not isinstance(command, MarkSuspect) or self.cluster.budget.may_lose_data(storage):
-            # To mark a replica suspect while others have lost something leaves no replica to trust.
+            # If a replica is marked suspect while others have lost data, no trusted replica may be
+            # left.
             self.asked_count += 1
             Operator(self.cluster, storage, outcome).request(command)
 
@@ -106,10 +107,10 @@ def admin_connection(cluster, schedule):
     cluster.world.run(setup.duration_ms * US_PER_MS, steps_max=setup.steps_max)
     cluster.end_faults()
     hands.is_over = True
-    for _ in range(100):  # some are down, and are started again
+    for _ in range(100):  # supervisors restart the storages that are down
         hands.put_back()
         cluster.world.run(100 * US_PER_MS)
-        up = [each.engine for each in cluster.storages.values()]
+        up = [storage.engine for storage in cluster.storages.values()]
         are_up = all(engine is not None and engine.is_available(0) for engine in up)
         if are_up and len(hands.outcome) == hands.asked_count:
             break  # Otherwise requests may still wait for a disk that hung.
@@ -141,7 +142,7 @@ def test_accepted_administration_loses_nothing():
 
 
 def test_without_a_query_to_zookeeper_data_is_lost(monkeypatch):
-    """The tests of the test: an operator whose every wish is granted empties too much."""
+    """Test the test: if every command is accepted, an operator empties too many replicas."""
 
     def without_zookeeper_state(self):
         return ZooKeeperState(False, False, SessionId(0), (), 3)

@@ -40,13 +40,13 @@ class World:
         )
 
     def wait_for(self, name, count=1):
-        """Wait until something has happened that often again."""
+        """Run the world until a counter has increased by this number."""
         wanted = self.counts[name] + count
         self.wait(lambda: self.counts[name] >= wanted)
 
     @property
     def uploading(self):
-        return [each for each in self.cluster.storages.values() if each.is_uploading]
+        return [storage for storage in self.cluster.storages.values() if storage.is_uploading]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_segments_are_removed_and_old_rows_are_read_from_the_archive(world):
     world.wait_for("storage.segment_removed", 3)
     client, reads = world.cluster.clients[0], world.counts["read from the archive"]
     has_feed = False
-    while not has_feed:  # not every client has one
+    while not has_feed:  # not every client has a feed
         client.kill()
         world.cluster.start_client(client)
         has_feed = world.cluster.world.run(500 * US_PER_MS, until=lambda: client.fed_last >= 0)
@@ -126,7 +126,7 @@ def test_without_an_upload_no_uploader_is_killed():
     assert not archive_faults.kill_uploader(world.cluster, FirstChoice())
 
 
-def test_a_file_that_is_written_wrong_is_found_by_its_upload(world):
+def test_an_upload_detects_a_file_that_was_written_wrong(world):
     world.archive.corrupted_share = 1.0
     world.wait_for("archive.failed")
     assert not world.archive.original_files
@@ -155,7 +155,7 @@ def test_a_slow_object_store_delays_only_the_archive(world):
 
 
 def test_a_checkpoint_makes_removal_progress_in_a_long_session():
-    """AR 11: without it, only segments below the mark of the session's opening are removed."""
+    """AR 11: without a checkpoint, only segments below the session's first mark are removed."""
     world = World(checkpoint_interval_count=1 << 30, archived_bytes_max=500)
     world.wait_for("checkpoint due", 2)
     world.wait_for("storage.segment_removed", 3)
@@ -180,7 +180,7 @@ def test_a_damaged_object_is_replaced_from_a_log(damage):
     assert world.archive.is_damaged(old)
     archive_faults._repair_objects(world.cluster, 10)
     world.wait_for("archive.object_replaced")
-    world.wait(lambda: old.name not in {each.name for each in listed(world)})
+    world.wait(lambda: old.name not in {entry.name for entry in listed(world)})
     assert listed(world)[0][1:4] == old[1:4]
     assert not any(map(world.archive.is_damaged, listed(world)))
     world.cluster.run_until_recovered()
@@ -271,7 +271,7 @@ def test_a_feed_from_the_start_continues_after_what_has_expired(expiring):
     expiring.wait_for("storage.segment_removed", 6)
     first = expire(expiring, expiring.cluster.checks.history.last + 1)
     workload = expiring.cluster.workload
-    expiring.cluster.kill(expiring.cluster.owner)  # it has old rows in memory
+    expiring.cluster.kill(expiring.cluster.owner)  # it has cached old rows
     for client in expiring.cluster.clients:
         client.kill()
         expiring.cluster.start_client(client)
@@ -292,7 +292,9 @@ def test_a_restored_partition_continues_its_log(seed):
     cluster.start_clients()
     assert cluster.world.run(5_000 * US_PER_MS, until=lambda: cluster.checks.counts["archived"])
     assert cluster.coordinator.marker.archived.last > mark.last
-    starts = [each.log.start.transaction_id for each in cluster.storages.values() if each.log]
+    starts = [
+        storage.log.start.transaction_id for storage in cluster.storages.values() if storage.log
+    ]
     assert max(starts) >= mark.last
     cluster.run_until_recovered()
     assert cluster.checks.counts["replica reset"] >= 3
@@ -309,10 +311,10 @@ def test_zookeeper_loses_the_newest_mark_of_a_session():
     assert world.counts["fault lose_marks"] == 1
     after = world.cluster.coordinator.marker.archived
     assert after.last < before.last
-    names = {each.name for each in world.archive.listed_objects(before)}
+    names = {listed_object.name for listed_object in world.archive.listed_objects(before)}
     world.wait_for("archived")
     world.cluster.run_until_recovered()
-    assert names - {each.name for each in listed(world)}
+    assert names - {entry.name for entry in listed(world)}
 
 
 def test_marks_are_lost_only_where_zookeeper_may_lose_data(world):

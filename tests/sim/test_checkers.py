@@ -32,7 +32,7 @@ QUESTION = ReqId(1, 0, 0, -(1 << 30) - 5)
 
 
 class World:
-    """A cluster that has worked for a while without any fault, and shortcuts into it."""
+    """A cluster that has run for a while without faults, and helpers that report events."""
 
     def __init__(self, *, is_over: bool = False, **setup) -> None:
         chosen = {"replicas": 3, "spare_storages": 0, "servers": 2, "clients": 2, "think_ms": 4}
@@ -54,38 +54,38 @@ class World:
         assert self.history.last > 10
         assert len(self.sessions.opened) == 1
 
-    def answer(self, message) -> None:
-        """A message leaves the owner for the first client."""
+    def report_answer(self, message) -> None:
+        """Report that the owner sends a message to the first client."""
         self.checks.on_sent_to_client(self.owner, SendToClient(self.link.number, message, 0))
 
-    def performs(self, *effects, server=None) -> None:
-        """The owner's store reports something."""
+    def report_effects(self, *effects, server=None) -> None:
+        """Report effects of the owner's store."""
         self.checks.on_store_stepped(server or self.owner, self.owner.store.store, effects)
 
-    def sends(self, kind, *fields, session=None, replica="storage0:1") -> None:
+    def report_request(self, kind, *fields, session=None, replica="storage0:1") -> None:
         session = self.session if session is None else session
         message = kind(session, 1, 0, *fields)
         effect = session_events.SendToReplica(session, ReplicaId(replica), message)
         self.checks.on_sent_to_replica(self.owner, effect)
 
-    def claim(self) -> int:
-        """A next session is claimed; return its ID."""
+    def report_claim(self) -> int:
+        """Report that the next session is claimed; return its ID."""
         metadata = self.coordinator.metadata
         session = metadata.session_id + 1
         after = replace(metadata, session_id=session)
-        self.writes(after, bytes(15) + bytes((session,)), server=self.owner.name)
+        self.report_write(after, bytes(15) + bytes((session,)), server=self.owner.name)
         self.coordinator.metadata = after
         return session
 
-    def writes(self, after, nonce=None, server=None) -> None:
-        """ZooKeeper takes a write."""
+    def report_write(self, after, nonce=None, server=None) -> None:
+        """Report a successful write to ZooKeeper."""
         before = self.coordinator.metadata
         archived = self.coordinator.marker.archived
         marker = PartitionMarker(MarkerState.OPEN, after.session_id, nonce or self.nonce, archived)
         self.coordinator.metadata_version += 1
         self.checks.on_metadata_written(server or self.owner.name, before, after, marker)
 
-    def works(self, kind, *fields, outcome=None, session=None) -> None:
+    def report_work(self, kind, *fields, outcome=None, session=None) -> None:
         """Report that a storage has done a piece of work, with an invented result."""
         session = self.session if session is None else session
         request = LaneRequest(1, kind(session, 1, 0, *fields))
@@ -94,7 +94,7 @@ class World:
         before = self.checks.before_work(self.storage, work)
         self.checks.on_work_done(self.storage, work, WorkResult(outcomes=[outcome]), before)
 
-    def prepared(self, session, replica, synced_max, **other) -> None:
+    def report_prepared(self, session, replica, synced_max, **other) -> None:
         """Report that the owner has received a replica's answer to the fencing."""
         fields = {
             "storage_id": self.cluster.storages[replica].engine.storage_id,
@@ -109,8 +109,8 @@ class World:
         answer = m.Prepared(session, 1, 0, **{**fields, **other})
         self.checks.on_replica_response(session, replica, answer)
 
-    def fence(self, session, *replicas) -> None:
-        """The disks of these have promised the session."""
+    def report_promises(self, session, *replicas) -> None:
+        """Report that the disks of these replicas have promised the session."""
         for replica in replicas:
             self.sessions.on_slot_written(replica, session, self.session)
 
@@ -158,40 +158,40 @@ def test_stamp_mono_detects_a_commit_stamp_that_decreases(world):
 
 
 def committed(world):
-    """A commit that has happened already, reported once more."""
+    """Return a commit that was already reported."""
     last = world.history.last
     return session_events.TransactionsCommitted(world.session, last, world.history.chains[last])
 
 
 def test_ack_quorum_detects_a_commit_without_a_quorum(world):
-    world.performs(committed(world))
+    world.report_effects(committed(world))
     world.sessions.on_log_truncated("storage0:1", -1)
     world.sessions.on_log_truncated("storage1:1", -1)
     with fails("AckQuorum"):
-        world.performs(committed(world))
+        world.report_effects(committed(world))
 
 
-def test_engaged_only_counts_replicas_that_have_answered(world):
+def test_engaged_only_detects_a_commit_without_answers_of_a_quorum(world):
     for name in REPLICAS[:2]:
         world.sessions._answered_last[world.session, name] = -1
     with fails("EngagedOnly"):
-        world.performs(committed(world))
+        world.report_effects(committed(world))
 
 
-def test_engaged_only_counts_engaged_replicas(world):
+def test_engaged_only_detects_a_commit_with_too_few_engaged_replicas(world):
     del world.sessions.ever_engaged[world.session]["storage0:1"]
     del world.sessions.ever_engaged[world.session]["storage1:1"]
     with fails("AckQuorum"):
-        world.performs(committed(world))
+        world.report_effects(committed(world))
 
 
 def test_no_replica_is_engaged_before_zookeeper_has_it(world):
-    session = world.claim()
-    world.fence(session, *REPLICAS)
+    session = world.report_claim()
+    world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
-        world.prepared(session, replica, 1_000)
+        world.report_prepared(session, replica, 1_000)
     with fails("EngagedOnly"):
-        world.sends(m.Engage, 1_000, session=session)
+        world.report_request(m.Engage, 1_000, session=session)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_promise_mono_detects_a_promise_that_decreases(world, field, back):
         world.checks.on_log_opened(world.storage, world.storage.log)
 
 
-def test_after_a_restart_synced_data_is_there_or_the_replica_is_suspect(world):
+def test_after_a_restart_synced_data_exists_or_the_replica_is_suspect(world):
     log = world.storage.log
     world.checks.replicas.answered_last[world.storage.name] = log.synced_max + 1
     with fails("PromiseMono"):
@@ -231,17 +231,17 @@ def test_single_writer_detects_two_owners_on_disks(world):
     claim = world.sessions.claims[world.session]
     world.sessions.claims[world.session] = claim._replace(nonce=b"another")
     with fails("SingleWriter"):
-        world.works(*append(world, entry(world)))
+        world.report_work(*append(world, entry(world)))
 
 
 def test_meta_shape_detects_states_written_by_another_server(world):
     with fails("MetaShape"):
-        world.writes(world.coordinator.metadata, server="server9")
+        world.report_write(world.coordinator.metadata, server="server9")
 
 
 def test_an_unclaimed_session_is_never_used(world):
     with fails("SingleWriter"):
-        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
+        world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -249,20 +249,20 @@ def test_an_unclaimed_session_is_never_used(world):
 
 
 def test_fence_first_detects_a_decision_before_the_fencing(world):
-    session = world.claim()
-    world.fence(session, "storage0:1")
-    world.prepared(session, "storage0:1", 1_000)
-    world.prepared(session, "storage1:1", 1_000)
+    session = world.report_claim()
+    world.report_promises(session, "storage0:1")
+    world.report_prepared(session, "storage0:1", 1_000)
+    world.report_prepared(session, "storage1:1", 1_000)
     with fails("FenceFirst"):
-        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+        world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=session)
 
 
-def test_decision_waits_while_a_quorum_is_unknown(world):
-    session = world.claim()
-    world.fence(session, *REPLICAS)
-    world.prepared(session, "storage0:1", 1_000)
+def test_decision_covers_detects_a_decision_without_a_known_quorum(world):
+    session = world.report_claim()
+    world.report_promises(session, *REPLICAS)
+    world.report_prepared(session, "storage0:1", 1_000)
     with fails("DecisionCovers"):
-        world.sends(m.Truncate, 1_000, -1, bytes(16), session=session)
+        world.report_request(m.Truncate, 1_000, -1, bytes(16), session=session)
 
 
 @pytest.mark.parametrize(
@@ -274,76 +274,76 @@ def test_decision_waits_while_a_quorum_is_unknown(world):
         {"damaged": np.array([0, 3], dtype=">i8").tobytes()},
     ],
 )
-def test_decision_ignores_untrusted_replicas(world, reason):
-    session = world.claim()
-    world.fence(session, *REPLICAS)
-    world.prepared(session, "storage0:1", 1_000)
-    world.prepared(session, "storage1:1", 1_000, **reason)
+def test_decision_covers_ignores_untrusted_replicas(world, reason):
+    session = world.report_claim()
+    world.report_promises(session, *REPLICAS)
+    world.report_prepared(session, "storage0:1", 1_000)
+    world.report_prepared(session, "storage1:1", 1_000, **reason)
     with fails("DecisionCovers"):
-        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+        world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=session)
 
 
 def test_the_decision_covers_the_records_that_an_unknown_replica_may_have(world):
-    session = world.claim()
-    world.fence(session, *REPLICAS)
-    # If the third replica is unknown, a record on one replica may be on two.
-    world.prepared(session, "storage0:1", 2_000)
-    world.prepared(session, "storage1:1", 1_000)
+    session = world.report_claim()
+    world.report_promises(session, *REPLICAS)
+    # If the third replica is unknown, a record on one known replica may be on two replicas.
+    world.report_prepared(session, "storage0:1", 2_000)
+    world.report_prepared(session, "storage1:1", 1_000)
     with fails("DecisionCovers"):
-        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+        world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=session)
     assert world.sessions.decided[session].mark_min == 2_000
     assert world.sessions.decided[session].unknown_count == 1
 
 
-def test_decision_covers_the_log(world):
-    session = world.claim()
-    world.fence(session, *REPLICAS)
+def test_decision_covers_detects_a_mark_below_the_log(world):
+    session = world.report_claim()
+    world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
-        world.prepared(session, replica, world.history.last - 1)
+        world.report_prepared(session, replica, world.history.last - 1)
     with fails("DecisionCovers"):
-        world.sends(m.SetLowWaterMark, world.history.last - 1, bytes(16), session=session)
+        world.report_request(m.SetLowWaterMark, world.history.last - 1, bytes(16), session=session)
 
 
-def test_decision_stays(world):
-    session = world.claim()
-    world.fence(session, *REPLICAS)
+def test_decision_covers_detects_a_changed_decision(world):
+    session = world.report_claim()
+    world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
-        world.prepared(session, replica, 1_000)
-    world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+        world.report_prepared(session, replica, 1_000)
+    world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=session)
     with fails("DecisionCovers"):
-        world.sends(m.SetLowWaterMark, 1_001, bytes(16), session=session)
+        world.report_request(m.SetLowWaterMark, 1_001, bytes(16), session=session)
 
 
 # ---------------------------------------------------------------------------------------------
 # 7: nothing before the second compare-and-set
 
 
-def test_gate_no_append_reaches_a_disk(world):
-    session = world.claim()
+def test_gate_cas2_detects_an_early_append_on_a_disk(world):
+    session = world.report_claim()
     world.storage.log._files.slots.slot = replace(
         world.storage.log.slot, nonce=world.sessions.claims[session].nonce
     )
     with fails("GateCAS2"):
-        world.works(*append(world, entry(world, session)), session=session)
+        world.report_work(*append(world, entry(world, session)), session=session)
 
 
-def test_gate_no_append_is_sent(world):
-    session = world.claim()
-    world.fence(session, *REPLICAS)
+def test_gate_cas2_detects_an_early_append_to_a_replica(world):
+    session = world.report_claim()
+    world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
-        world.prepared(session, replica, 1_000)
+        world.report_prepared(session, replica, 1_000)
     with fails("GateCAS2"):
-        world.sends(*append(world, entry(world, session)), session=session)
+        world.report_request(*append(world, entry(world, session)), session=session)
 
 
-def test_gate_no_session_is_opened(world):
-    session = world.claim()
+def test_gate_cas2_detects_a_session_that_opens_before_the_second_compare_and_set(world):
+    session = world.report_claim()
     opened = session_events.SessionOpened(session, 1, 1_000, bytes(16), follows_own_session=False)
     with fails("GateCAS2"):
-        world.performs(opened)
+        world.report_effects(opened)
 
 
-def test_gate_nothing_is_submitted(world):
+def test_gate_cas2_detects_a_batch_without_an_open_session(world):
     with fails("GateCAS2"):
         world.checks.on_batch_submitted(
             world.owner, session_events.SubmitToSession(world.session + 1, None)
@@ -372,40 +372,40 @@ def outcome(reason=m.RowOutcomeCode.LOST, *, conflict=-1, transaction_id=-1):
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_gate_nothing_is_reported_without_a_session(world, message):
-    world.performs(session_events.SessionClosed(world.session, "over"))
+def test_gate_cas2_detects_an_answer_without_an_open_session(world, message):
+    world.report_effects(session_events.SessionClosed(world.session, "over"))
     world.checks.on_server_stepped(world.owner)
     with fails("GateCAS2"):
-        world.answer(message)
+        world.report_answer(message)
 
 
-def test_gate_some_rejections_need_no_session(world):
-    world.performs(session_events.SessionClosed(world.session, "over"))
+def test_gate_cas2_accepts_rejections_that_need_no_session(world):
+    world.report_effects(session_events.SessionClosed(world.session, "over"))
     world.checks.on_server_stepped(world.owner)
     mark = world.history.last
-    world.answer(replace(outcome(m.RowOutcomeCode.NOT_MOUNTED), high_water_mark=mark))
-    world.answer(replace(outcome(m.RowOutcomeCode.OVERLOADED), high_water_mark=mark))
+    world.report_answer(replace(outcome(m.RowOutcomeCode.NOT_MOUNTED), high_water_mark=mark))
+    world.report_answer(replace(outcome(m.RowOutcomeCode.OVERLOADED), high_water_mark=mark))
     with fails("GateCAS2"):
-        world.answer(replace(outcome(m.RowOutcomeCode.AHEAD), high_water_mark=mark))
+        world.report_answer(replace(outcome(m.RowOutcomeCode.AHEAD), high_water_mark=mark))
 
 
-def test_gate_no_session_is_named_that_is_not_open(world):
+def test_gate_cas2_detects_an_answer_that_names_a_session_that_is_not_open(world):
     with fails("GateCAS2"):
-        world.answer(m.Mounted(QUESTION, world.session + 1, 1, 1, 1, 1))
+        world.report_answer(m.Mounted(QUESTION, world.session + 1, 1, 1, 1, 1))
 
 
 # ---------------------------------------------------------------------------------------------
 # 9, 10, 22, 23, 24: data on disks
 
 
-def test_no_truncation_committed(world):
+def test_no_cut_committed_detects_a_truncation_of_committed_records(world):
     with fails("NoCutCommitted"):
-        world.works(m.Truncate, 5, -1, bytes(16))
+        world.report_work(m.Truncate, 5, -1, bytes(16))
 
 
-def test_no_truncation_of_committed_records_that_an_opening_completes(world):
+def test_no_cut_committed_detects_a_truncation_that_an_opening_completes(world):
     log = world.storage.log
-    world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
+    world.report_work(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.on_log_opened(world.storage, log)
     with fails("NoCutCommitted"):
         world.checks.on_log_opened(
@@ -415,10 +415,10 @@ def test_no_truncation_of_committed_records_that_an_opening_completes(world):
 
 
 def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
-    """The lost records never counted, because they were truncated before."""
+    """The lost records were never acknowledged, because they were truncated before."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
-    world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
+    world.report_work(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.history.log.extend(later)
     cut = SimpleNamespace(max_id=5, slot=log.slot, synced_max=5, suspect=True, damaged=())
     cut.is_broken, cut.promised = False, log.promised
@@ -426,40 +426,40 @@ def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
     assert world.checks.replicas.answered_last[world.storage.name] == 5
 
 
-def test_no_truncation_below_the_mark(world):
+def test_no_cut_committed_detects_a_truncation_below_the_mark(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     with fails("NoCutCommitted"):
-        world.works(m.Truncate, 4, -1, bytes(16))
+        world.report_work(m.Truncate, 4, -1, bytes(16))
 
 
-def test_no_truncation_is_even_requested_below_the_mark(world):
+def test_no_cut_committed_detects_a_request_to_truncate_below_the_mark(world):
     with fails("NoCutCommitted"):
-        world.works(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"))
+        world.report_work(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"))
 
 
 def test_lwm_full_detects_a_mark_above_the_synced_log(world):
     with fails("LwmFull"):
-        world.works(m.SetLowWaterMark, 1, bytes(16))
+        world.report_work(m.SetLowWaterMark, 1, bytes(16))
 
 
 def test_identity_detects_a_write_to_another_storage(world):
     world.coordinator.storage_ids[world.storage.replica] = b"another"
     with fails("Identity"):
-        world.works(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
+        world.report_work(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
 
 
 def test_identity_detects_an_answer_with_another_storage_id(world):
     outcome = m.Prepared(0, 1, 0, bytes(16), 0, -1, True, -1, bytes(16), False, b"")
     with fails("Identity"):
-        world.works(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=outcome)
+        world.report_work(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=outcome)
 
 
 def test_log_matching_detects_two_chains_of_one_session(world):
     one = entry(world)
     world.checks.replicas._chain_of_batch[one.last, one.session_id] = b"another"
     with fails("LogMatching"):
-        world.works(*append(world, one))
+        world.report_work(*append(world, one))
 
 
 def test_log_matching_detects_records_that_were_never_written(world):
@@ -477,7 +477,7 @@ def test_log_matching_detects_a_record_that_differs_from_its_request(world):
 
 
 def rot(world):
-    """Let one bit of the first record be another one."""
+    """Flip a bit of the first record."""
     path = segments_of(world.storage)[0]
     world.storage.disk.flip_bits(path, 128 + 30)
 
@@ -505,7 +505,7 @@ def test_fixed_detects_corruption_at_intervals(world):
 
 
 class SessionSettled:
-    """An outcome reported to the first client, of an operation that the workload has just made."""
+    """An outcome that the first client receives for a new operation of the workload."""
 
     def __init__(self, world, *, reason, transaction_id=-1, conflict=-1, mark=0):
         workload = world.cluster.workload
@@ -565,7 +565,7 @@ def test_a_lock_rejection_names_a_committed_transaction(world):
         world.checks.on_submission_settled(world.client, settled.effect)
     with fails("OutcomeTruth"):
         answer = outcome(m.RowOutcomeCode.LOCK, conflict=world.history.last + 1)
-        world.answer(replace(answer, high_water_mark=world.history.last))
+        world.report_answer(replace(answer, high_water_mark=world.history.last))
 
 
 def test_at_most_once_detects_a_request_id_that_is_in_the_log_twice(world):
@@ -582,7 +582,7 @@ def test_at_most_once_detects_an_operation_that_is_in_the_log_twice(world):
 
 
 def feed_rows(world, first, count, *, skip=0):
-    headers = b"".join(one[8:28] for one in world.history.records[first + skip :][:count])
+    headers = b"".join(record[8:28] for record in world.history.records[first + skip :][:count])
     return client_events.FeedAdvanced(first, count, headers)
 
 
@@ -608,11 +608,11 @@ def test_hwm_mono_detects_a_wrong_mark_of_a_client(world):
 
 
 def test_hwm_mono_detects_a_wrong_mark_on_a_connection(world):
-    world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last))
+    world.report_answer(m.HighWaterMarkResponse(QUESTION, world.history.last))
     with fails("HwmMono"):
-        world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last - 1))
+        world.report_answer(m.HighWaterMarkResponse(QUESTION, world.history.last - 1))
     with fails("HwmMono"):
-        world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last + 1))
+        world.report_answer(m.HighWaterMarkResponse(QUESTION, world.history.last + 1))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -622,12 +622,12 @@ def test_hwm_mono_detects_a_wrong_mark_on_a_connection(world):
 def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_max(world):
     last = world.history.last
     world.checks.responses._marks.clear()
-    world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
+    world.report_answer(m.HighWaterMarkResponse(QUESTION, last - 5))
     world.checks.responses.on_acknowledged(last)
     timer_ms = world.cluster.limits.high_water_mark_staleness_ms_max
     world.cluster.world.now_us += (timer_ms + 2) * US_PER_MS
     with fails("StaleMark"):
-        world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
+        world.report_answer(m.HighWaterMarkResponse(QUESTION, last - 5))
 
 
 def test_a_proven_mark_covers_earlier_acknowledgements(world):
@@ -661,11 +661,11 @@ def test_nothing_overtakes_a_lost_row(world, loss):
         req_id=QUESTION._replace(sequence=QUESTION.sequence + 1),
         high_water_mark=mark,
     )
-    world.answer(replace(outcome(loss), high_water_mark=mark))
+    world.report_answer(replace(outcome(loss), high_water_mark=mark))
     with fails("Overtaken"):
-        world.answer(behind)
-    world.answer(m.Mounted(QUESTION, world.session, mark, 1, 1, 1))
-    world.answer(behind)
+        world.report_answer(behind)
+    world.report_answer(m.Mounted(QUESTION, world.session, mark, 1, 1, 1))
+    world.report_answer(behind)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -806,36 +806,36 @@ def test_meta_shape_detects_a_wrong_claim(world):
     metadata = world.coordinator.metadata
     for session, nonce in ((metadata.session_id + 2, b"1"), (metadata.session_id + 1, world.nonce)):
         with fails("MetaShape"):
-            world.writes(replace(metadata, session_id=session), nonce)
+            world.report_write(replace(metadata, session_id=session), nonce)
     with fails("MetaShape"):
-        world.writes(replace(changed(world, s0=ReplicaState(0, 3)), session_id=1), b"2")
+        world.report_write(replace(changed(world, s0=ReplicaState(0, 3)), session_id=1), b"2")
 
 
 def test_meta_shape_detects_a_wrong_version(world):
     world.coordinator.metadata_version += 1
     with fails("MetaShape"):
-        world.writes(world.coordinator.metadata)
+        world.report_write(world.coordinator.metadata)
 
 
 def test_meta_shape_detects_a_wrong_state_of_an_engaged_replica(world):
     closed = ReplicaState(world.session, world.history.last)
     with fails("MetaShape"):
-        world.writes(changed(world, s0=closed, s1=closed))
+        world.report_write(changed(world, s0=closed, s1=closed))
     with fails("MetaShape"):
-        world.writes(changed(world, s0=closed))
+        world.report_write(changed(world, s0=closed))
     with fails("MetaShape"):
-        world.writes(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
+        world.report_write(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
 
 
 def test_meta_shape_detects_a_wrong_state_of_a_closed_replica(world):
     with fails("MetaShape"):
-        world.writes(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
+        world.report_write(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
 
 
-def test_engaged_only_with_a_mark_on_its_disk(world):
+def test_engaged_only_detects_an_engaged_replica_without_a_mark_on_its_disk(world):
     world.sessions._last_session["storage0:1"] = NO_SESSION
     with fails("EngagedOnly"):
-        world.writes(world.coordinator.metadata)
+        world.report_write(world.coordinator.metadata)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -863,22 +863,22 @@ def test_no_rot_served_by_a_storage(world, form):
         for node, ends in zip(nodes, starts, strict=True)
         for at, end in ends
     )
-    world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=raw_range(world, form, good))
+    world.report_work(m.RangeRaw, 0, 9, 9, form, False, True, outcome=raw_range(world, form, good))
     bad = raw_range(world, form, good[:20] + b"?" + good[21:])
     with fails("NoRotServed"):
-        world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
+        world.report_work(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
     with fails("NoRotServed"):
         bad = raw_range(world, form, good + b"?")
-        world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
+        world.report_work(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
 
 
 def test_no_rot_served_finds_a_batch_that_was_never_written(world):
     outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
-        world.works(m.LineageRequest, 0, 1, outcome=outcome)
+        world.report_work(m.LineageRequest, 0, 1, outcome=outcome)
     outcome = m.RangeBytes(0, 1, 0, 0, 1, 0, b"", b"", 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
-        world.works(m.RangeRaw, 0, 9, 9, 0, False, True, outcome=outcome)
+        world.report_work(m.RangeRaw, 0, 9, 9, 0, False, True, outcome=outcome)
 
 
 @pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
@@ -890,10 +890,10 @@ def test_no_rot_served_by_a_server(world, form):
     def outcome(records):
         return m.RangeData(QUESTION, 2, 2, 4, form, b"", records, world.session, mark, ())
 
-    world.answer(outcome(good))
+    world.report_answer(outcome(good))
     for bad in (good[:9] + b"?" + good[10:], good + b"?", b"\x7f" + good[1:]):
         with fails("NoRotServed"):
-            world.answer(outcome(bad))
+            world.report_answer(outcome(bad))
 
 
 def test_no_rot_served_in_the_feed(world):
@@ -903,19 +903,19 @@ def test_no_rot_served_in_the_feed(world):
     def outcome(headers, chain_at=-1, chain=bytes(16)):
         return m.FeedBatch(QUESTION, 2, 2, headers, world.session, chain_at, chain)
 
-    world.answer(outcome(good, last, world.history.chains[last]))
+    world.report_answer(outcome(good, last, world.history.chains[last]))
     with fails("NoRotServed"):
-        world.answer(outcome(good[:-1] + b"?"))
+        world.report_answer(outcome(good[:-1] + b"?"))
     with fails("NoRotServed"):
-        world.answer(outcome(good, last))
+        world.report_answer(outcome(good, last))
 
 
 def test_no_rot_served_in_a_single_transaction(world):
     good = data_of_record(world.history.records[3])
-    world.answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
-    world.answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))
+    world.report_answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
+    world.report_answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))
     with fails("NoRotServed"):
-        world.answer(m.TransactionDataResponse(QUESTION, 3, (good + b"?", None)))
+        world.report_answer(m.TransactionDataResponse(QUESTION, 3, (good + b"?", None)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -970,7 +970,7 @@ def test_bounded_detects_too_many_tries(world):
     world.checks.on_dial("one", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
-            world.performs(session_events.ReadMetadata(1))
+            world.report_effects(session_events.ReadMetadata(1))
 
 
 def test_bounded_detects_too_much_lag(world):
@@ -999,7 +999,7 @@ def test_bounded_detects_too_large_queues(world, field):
 def test_bounded_detects_a_too_large_queue_of_a_storage(world):
     world.storage.service.queue_limits.owner_bytes = 1 << 20
     with fails("Bounded"):
-        world.works(m.Heartbeat)
+        world.report_work(m.Heartbeat)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1008,7 +1008,7 @@ def test_bounded_detects_a_too_large_queue_of_a_storage(world):
 
 @pytest.fixture
 def archived():
-    """A world with something archived, and with logs that begin above 0."""
+    """A world with archived transactions, and with logs that begin above 0."""
     sizes = {"archive_object_bytes": 1, "local_retention_bytes": 1, "segment_bytes_max": 300}
     world = World(archive_interval_ms=10, checkpoint_interval_count=20, **sizes)
     counts = world.checks.counts
@@ -1025,8 +1025,8 @@ def archived():
     return world
 
 
-def records(world, **fields):
-    """ZooKeeper has a changed archived mark."""
+def report_archived_mark(world, **fields):
+    """Report that ZooKeeper has another archived mark."""
     marker = world.coordinator.marker
     after = replace(marker, archived=marker.archived._replace(**fields))
     world.checks.archive.on_metadata_written(world.owner.name, after)
@@ -1034,21 +1034,21 @@ def records(world, **fields):
 
 def test_archived_needs_the_recorded_manifest(archived):
     with fails("Archived"):
-        records(archived, manifest="another")
+        report_archived_mark(archived, manifest="another")
     with fails("Archived"):
-        records(archived, manifest_crc=1)
+        report_archived_mark(archived, manifest_crc=1)
 
 
 def test_archived_needs_all_objects_of_the_manifest(archived):
     files = archived.cluster.archive.files
     del files[next(name for name in files if "/objects/0-" in name)]
     with fails("Archived"):
-        records(archived, stamp_ms=1)
+        report_archived_mark(archived, stamp_ms=1)
 
 
 def test_archived_compares_the_mark_with_the_end_of_the_objects(archived):
     with fails("Archived"):
-        records(archived, last=archived.coordinator.marker.archived.last + 1)
+        report_archived_mark(archived, last=archived.coordinator.marker.archived.last + 1)
 
 
 def test_archived_compares_records_and_batches_with_the_log(archived):
@@ -1058,19 +1058,19 @@ def test_archived_compares_records_and_batches_with_the_log(archived):
     checks._verified_objects.clear()
     archive.files[name] = file._replace(data=file.data[:-1] + b"?")
     with fails("Archived"):
-        records(archived, stamp_ms=1)
+        report_archived_mark(archived, stamp_ms=1)
     archive.files[name] = file._replace(batches=file.batches[:-1])
     with fails("Archived"):
-        records(archived, stamp_ms=2)
+        report_archived_mark(archived, stamp_ms=2)
     archive.files[name] = file
-    records(archived, stamp_ms=3)
+    report_archived_mark(archived, stamp_ms=3)
 
 
 def test_a_file_that_a_fault_has_changed_is_archived_as_it_was_written(archived):
     archive = archived.cluster.archive
     archived.checks.archive._verified_objects.clear()
     archive.corrupt_file(next(name for name in archive.files if "/objects/0-" in name))
-    records(archived, stamp_ms=1)
+    report_archived_mark(archived, stamp_ms=1)
     assert archive.original_files
 
 
@@ -1083,7 +1083,7 @@ def test_nothing_in_the_archive_is_overwritten(archived):
 @pytest.mark.parametrize("fields", [{"last": 0}, {"first": -1}])
 def test_archive_mono_detects_an_archived_mark_that_decreases(archived, fields):
     with fails("ArchiveMono"):
-        records(archived, **fields)
+        report_archived_mark(archived, **fields)
 
 
 def test_a_mark_is_not_removed(archived):
@@ -1096,12 +1096,12 @@ def test_a_mark_is_not_removed(archived):
 def test_only_a_settled_session_archives(archived):
     archived.checks.archive._settled_sessions.clear()
     with fails("ArchiveMono"):
-        records(archived, stamp_ms=1)
+        report_archived_mark(archived, stamp_ms=1)
 
 
 def test_only_the_log_is_archived(archived):
     with fails("ArchiveMono"):
-        records(archived, last=archived.history.last + 1)
+        report_archived_mark(archived, last=archived.history.last + 1)
 
 
 @pytest.mark.parametrize("bound", ["recorded", "confirmed", "chain"])
@@ -1124,24 +1124,26 @@ def test_start_bound_detects_a_log_that_begins_above_the_archived_mark(archived,
 
 def test_no_replica_is_reset_that_is_engaged(archived):
     with fails("NoTrustedReset"):
-        archived.works(m.ResetLog, 1_000, bytes(16))
+        archived.report_work(m.ResetLog, 1_000, bytes(16))
 
 
 def test_no_trusted_replica_is_reset_before_the_session_opens(archived):
-    session = archived.claim()
-    archived.fence(session, *REPLICAS)
+    session = archived.report_claim()
+    archived.report_promises(session, *REPLICAS)
     mark = archived.history.last
-    archived.prepared(session, archived.storage.name, mark, last_session=session)
+    archived.report_prepared(session, archived.storage.name, mark, last_session=session)
     with fails("NoTrustedReset"):
-        archived.works(m.ResetLog, mark, bytes(16), session=session)
+        archived.report_work(m.ResetLog, mark, bytes(16), session=session)
 
 
 def test_an_untrusted_replica_may_be_reset(archived):
-    session = archived.claim()
-    archived.fence(session, *REPLICAS)
+    session = archived.report_claim()
+    archived.report_promises(session, *REPLICAS)
     mark = archived.history.last
-    archived.prepared(session, archived.storage.name, mark, last_session=session, suspect=True)
-    archived.works(m.ResetLog, mark, bytes(16), session=session)
+    archived.report_prepared(
+        session, archived.storage.name, mark, last_session=session, suspect=True
+    )
+    archived.report_work(m.ResetLog, mark, bytes(16), session=session)
     assert archived.checks.counts["replica reset"] == 1
 
 
@@ -1163,8 +1165,8 @@ def expiring():
     return world
 
 
-def expires(world, first, requested):
-    """ZooKeeper has a manifest with a greater first available ID; return its mark."""
+def report_expiry(world, first, requested):
+    """Report that ZooKeeper has a manifest with a higher first available ID; return its mark."""
     checks, archive = world.checks.archive, world.cluster.archive
     recorded = world.coordinator.marker.archived
     present = Manifest.from_bytes(archive.files[recorded.manifest].data, recorded.manifest)
@@ -1187,9 +1189,9 @@ def first_end(world):
 def test_only_the_requested_transactions_expire(expiring):
     first = first_end(expiring)
     with fails("Expired"):
-        expires(expiring, first, first - 1)
+        report_expiry(expiring, first, first - 1)
     expiring.checks.archive._recorded_mark = expiring.coordinator.marker.archived
-    expires(expiring, first, first)
+    report_expiry(expiring, first, first)
     assert [each for each, _ in expiring.checks.archive._expired_ids] == [first]
 
 
@@ -1197,12 +1199,14 @@ def test_whole_objects_expire(expiring):
     last = expiring.coordinator.marker.archived.last
     ends = {first_end(expiring) - 1}
     with fails("Expired"):
-        expires(expiring, next(each for each in range(1, last) if each - 1 not in ends), last + 1)
+        report_expiry(
+            expiring, next(number for number in range(1, last) if number - 1 not in ends), last + 1
+        )
 
 
 def test_expired_objects_stay_for_the_grace_period(expiring):
     first = first_end(expiring)
-    present = expires(expiring, first, first)
+    present = report_expiry(expiring, first, first)
     name = present.newest_objects[0].name
     del expiring.cluster.archive.files[name]
     with fails("Archived"):
@@ -1217,7 +1221,7 @@ def test_expired_objects_stay_for_the_grace_period(expiring):
 
 def test_a_read_is_rejected_only_with_the_first_available_id(expiring):
     first = first_end(expiring)
-    expires(expiring, first, first)
+    report_expiry(expiring, first, first)
     checks = expiring.checks
     checks.archive.on_read_rejected(first - 1, first)
     with fails("Expired"):

@@ -18,7 +18,7 @@ COST_MS_MAX = 50
 
 
 def longest_gap_ms(writer: SteadyWriter) -> float:
-    """The longest silence, but for the first session's beginning."""
+    """The longest time between two answers, except at the start of the first session."""
     gaps = (after - before for before, after in itertools.pairwise(writer.answered_us))
     return max(gaps) / US_PER_MS
 
@@ -41,7 +41,7 @@ def test_a_checkpoint_under_load_costs_less_than_50_ms(replicas: int):
     assert cluster.coordinator.metadata.session_id >= 4
     assert cluster.checks.counts["session closed"] >= 4
     cluster.run_until_recovered()
-    # Nothing is lost, refused or duplicated, and the log holds nothing else.
+    # No row is lost, rejected or duplicated, and the log contains no other rows.
     assert writer.others == []
     assert writer.ids == list(range(len(writer.sent_us)))
     assert longest_gap_ms(writer) < COST_MS_MAX

@@ -124,9 +124,9 @@ def test_a_rough_seed_gives_another_run_and_is_reported_as_rough(capsys):
     kinds = [ScheduleGenerator(is_rough=True).schedule_of(seed) for seed in range(20)]
     for schedule in kinds:
         # Kinds of faults that were added later have separate random streams, also in rough worlds.
-        kinds_of = (each.kind for each in schedule.faults if each.kind not in LATER_KINDS)
-        assert {kind for kind, _ in Counter(kinds_of).most_common(6)} & set(THEMES)
-    assert {each.setup.segment_bytes_max for each in kinds} >= {600, 1_200, 2_048}
+        fault_kinds = (fault.kind for fault in schedule.faults if fault.kind not in LATER_KINDS)
+        assert {kind for kind, _ in Counter(fault_kinds).most_common(6)} & set(THEMES)
+    assert {kind.setup.segment_bytes_max for kind in kinds} >= {600, 1_200, 2_048}
 
 
 def test_the_work_of_a_core_is_reported(capsys):

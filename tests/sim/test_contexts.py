@@ -17,11 +17,11 @@ def schedule(seed):
 
 
 def test_contexts_commit_their_decisions_by_their_view():
-    found = run(schedule(4))
-    assert found.is_good, found.text
-    assert found.counts["feed unsubscribed"] > 2
-    assert found.counts["context client restarted"] > 0
-    assert found.counts["checked transactions"] > 50
+    result = run(schedule(4))
+    assert result.is_good, result.text
+    assert result.counts["feed unsubscribed"] > 2
+    assert result.counts["context client restarted"] > 0
+    assert result.counts["checked transactions"] > 50
 
 
 def test_a_claim_beyond_the_view_is_found():

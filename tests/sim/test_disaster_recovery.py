@@ -22,7 +22,7 @@ def accept(cluster, replica=BEST_REPLICA, *, dies_after=""):
     return ended[0]
 
 
-def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
+def test_a_complete_log_is_accepted_and_copied_to_all_replicas():
     cluster = settled_cluster()
     last = cluster.checks.history.last
     assert accept(cluster).log.last_synced_id == last
@@ -35,7 +35,8 @@ def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
 def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeated(step):
     cluster = settled_cluster()
     assert accept(cluster, dies_after=step) is None
-    # From the write to the assignment it has decided, and nothing is opened meanwhile.
+    # A command that dies after the write and before the assignment is unfinished, and no session
+    # opens.
     is_undecided = step in {"write", "mark"}
     assert (cluster.unfinished_recovery is not None) == is_undecided
     assert cluster.coordinator.is_rewritten == (step not in {"claim", "fence"})

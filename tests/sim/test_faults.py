@@ -33,7 +33,7 @@ class FixedRolls(Random):
 
 
 def cluster_of(**setup):
-    """A cluster that has been writing for a while, all of it engaged."""
+    """A cluster that has written for a while, with all replicas engaged."""
     cluster = SimCluster(Schedule(7, Setup(**{"clients": 2, "think_ms": 5} | setup)))
     cluster.start_clients()
     assert cluster.world.run(2_000 * US_PER_MS, until=cluster.has_all_engaged)
@@ -64,8 +64,8 @@ def repair_and_count(cluster):
 
 def test_every_kind_has_a_weight_and_a_sentence():
     assert faults.WEIGHTS.keys() == faults.KINDS.keys()
-    for name, strike in faults.KINDS.items():
-        assert (strike.__doc__ or "").strip().endswith("."), name
+    for name, inject in faults.KINDS.items():
+        assert (inject.__doc__ or "").strip().endswith("."), name
 
 
 # ---- the budget
@@ -86,7 +86,7 @@ def test_the_budget_permits_data_loss_on_one_replica_until_its_repair():
 def test_a_rotten_replica_is_not_trusted_even_if_engaged():
     cluster = settled_cluster()
     victim = cluster.storages[A]
-    (path,) = [each for each in victim.disk.files() if each.name == "0000000000000000000.seg"]
+    (path,) = [file for file in victim.disk.files() if file.name == "0000000000000000000.seg"]
     victim.disk.flip_bits(path, 500)
     cluster.budget.record_loss(victim)
     new_session(cluster)
@@ -217,14 +217,14 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
     cluster = settled_cluster()
     assert disk_faults.spoiled_slot(cluster, FixedRolls())
     assert cluster.checks.counts["spoiled .ctl"] == 1
-    assert any(each.name == SLOTS_NAME for each in cluster.storages[A].disk.files())
+    assert any(file.name == SLOTS_NAME for file in cluster.storages[A].disk.files())
     assert repair_and_count(cluster)["storage replaced"] == 0
 
 
 # ---- processes, links, ZooKeeper
 
 
-# Truncated files are rare, and never occur without a fault.
+# Truncations occur only after faults, and are rare.
 @pytest.mark.parametrize("point", sorted({*process_faults.SERVER_POINTS} - {"Truncate"}))
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_server_dies_at_the_chosen_point(point, is_after):
@@ -267,7 +267,7 @@ def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     assert process.now_ms - fired_ms == pytest.approx(800, abs=2)
 
 
-def test_a_link_is_cut_while_messages_are_on_their_way():
+def test_a_link_is_cut_while_messages_are_in_flight():
     cluster = cluster_of()
     failed_count = 0
     for seed in range(200):
@@ -310,7 +310,7 @@ def test_a_close_is_not_delivered_over_a_blocked_link():
 
 
 def cluster_with_stranded_owner(seed, **setup):
-    """A cluster in which a stranded owner still serves, while another one commits."""
+    """A cluster in which a stranded owner still serves, while another server commits."""
     cluster = cluster_of(clients=3, **setup)
     old, last = cluster.owner, cluster.checks.history.last
     assert zookeeper_faults.strand_owner(cluster, Random(seed))
@@ -340,7 +340,7 @@ def test_a_stranded_owner_reports_no_old_mark():
     counts = [
         repair_and_count(cluster_with_stranded_owner(seed, think_ms=10)[0]) for seed in (8, 12, 15)
     ]
-    assert sum(each["mark requested from an old owner"] for each in counts) > 5
+    assert sum(count["mark requested from an old owner"] for count in counts) > 5
 
 
 def test_the_only_server_is_not_stranded():
@@ -370,7 +370,7 @@ def test_a_client_receives_a_stale_answer():
     for _ in range(20):
         cluster.coordinator.owner_for(cluster.clients[0], answers.append)
     cluster.world.run(10 * US_PER_MS)
-    assert {each.owner for each in answers} > {"server1"}
+    assert {answer.owner for answer in answers} > {"server1"}
 
 
 def test_replicas_are_reassigned_while_one_storage_is_down():
@@ -394,7 +394,7 @@ def test_a_hanging_server_loses_its_session_and_the_partition_moves():
     cluster = cluster_of(servers=2)
     hung = cluster.owner
     assert process_faults.hanging_server(cluster, FixedRolls(first=cluster.servers.index(hung)))
-    hung.hang_count += 1  # it does not continue by itself
+    hung.hang_count += 1  # the server does not continue by itself
     cluster.coordinator.watch_hanging(hung)
     assert cluster.coordinator.has_session[hung.name]
     cluster.world.run(5_000 * US_PER_MS, until=lambda: cluster.owner is not hung)

@@ -29,8 +29,8 @@ def test_a_broken_rule_is_detected(trace):
     # If production code has changed, the schedule may pass in spite of the mutant. Then the seeds
     # of its search are tried, and another checker may detect the mutant first.
     schedules = [trace.schedule, *(schedule_of(seed, WEIGHTS) for seed in trace.seeds)]
-    found = (run_broken(trace.switch, schedule).rule for schedule in schedules)
-    assert any(rule not in {None, "Crash"} or rule == trace.rule for rule in found), (
+    rules = (run_broken(trace.switch, schedule).rule for schedule in schedules)
+    assert any(rule not in {None, "Crash"} or rule == trace.rule for rule in rules), (
         f"the mutant is not detected: python -m tests.sim.mutants --search {trace.switch}"
     )
 

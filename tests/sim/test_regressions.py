@@ -69,7 +69,7 @@ def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
 
 
 def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatch):
-    """It lay under the last record of an older segment, and another replica had been replaced."""
+    """The sector was in the last record of an older segment; another replica had been replaced."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "560002262.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(
@@ -79,7 +79,7 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
 
 
 def test_records_are_repaired_although_their_batch_is_corrupt_too(monkeypatch):
-    """Their chain had to be checked against the batch, which can be rebuilt from them only."""
+    """The records are checked against the batch, which can only be rebuilt from the records."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Segments, "rebuild_lost_batch", lambda *_: False)
@@ -101,7 +101,7 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
 
 
 def test_a_request_repeated_after_a_disk_stall_is_not_rejected_as_one_of_another_owner(monkeypatch):
-    """The storage read messages of the closed link last, and rejected the owner's later request
+    """The storage read a closed link's messages last, and rejected the owner's later request
     as a request of another owner. The partition halted permanently."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "8803332.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -131,10 +131,10 @@ def test_a_storages_queue_may_hold_a_read_of_each_session():
 
 @pytest.mark.parametrize("seed", [77000331, 77000490, 1795815718683])
 def test_an_operator_completes_the_decision_of_a_command_that_died(seed):
-    """Or ZooKeeper was put back to before the first session, or the command began before the end.
+    """Before, ZooKeeper was rolled back to before the first session, or the faults had not ended.
 
-    The last one writes after the cluster has recovered, when no operator looks any more: it does
-    not die.
+    In the last schedule, the command writes after the cluster has recovered, and does not die,
+    because no operator would run it again.
     """
     schedule = Schedule.from_json((SCHEDULES_FOLDER / f"{seed}.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good

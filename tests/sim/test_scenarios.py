@@ -33,12 +33,12 @@ def test_each_file_has_its_canonical_form(path):
     text = path.read_text(encoding="utf-8")
     intro, scenarios = parse_scenarios(text)
     if IS_REWRITTEN:
-        scenarios = [replay_scenario(each) for each in scenarios]
-    written = intro + "\n".join(each.text for each in scenarios)
+        scenarios = [replay_scenario(scenario) for scenario in scenarios]
+    written = intro + "\n".join(scenario.text for scenario in scenarios)
     if IS_REWRITTEN:
         path.write_text(written, encoding="utf-8")
     assert written == text or IS_REWRITTEN
-    assert len({each.title for each in scenarios}) == len(scenarios)
+    assert len({scenario.title for scenario in scenarios}) == len(scenarios)
 
 
 BEGINNING = "A few words.\n\n## A storage dies\nAnd more.\n\n> begin with A B C; append 1\n"
@@ -54,7 +54,7 @@ def test_a_file_is_read_and_written():
     intro, (scenario,) = parse_scenarios(BEGINNING + "    reported: 0 in the log\n> kill C\n")
     assert intro == "A few words.\n\n"
     assert scenario.introduction == ["And more."]
-    assert [(each.commands, each.lines) for each in scenario.steps] == [
+    assert [(step.commands, step.lines) for step in scenario.steps] == [
         ("begin with A B C; append 1", ["reported: 0 in the log"]),
         ("kill C", []),
     ]
@@ -81,7 +81,7 @@ def test_a_scenario_with_other_milestones_fails():
 
 
 def test_checkers_run_during_a_scenario(monkeypatch):
-    """A broken promise within a scenario does not depend on how the scenario is written."""
+    """A broken guarantee ends a scenario with an error, whatever milestones the scenario lists."""
     monkeypatch.setattr(
         session_recovery, "decided_mark", lambda maxes, **_: min(maxes, default=None)
     )

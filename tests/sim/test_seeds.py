@@ -18,8 +18,8 @@ CORES = len(os.sched_getaffinity(0))
 def test_no_seed_breaks_a_guarantee():
     sums = sweep(FIRST, SEEDS, jobs=CORES)
     broken = [
-        f"python -m waltz_sim --seed {each.seed}: {each.rule}, {each.text[-500:]}"
-        for each in sums.failures
+        f"python -m waltz_sim --seed {failure.seed}: {failure.rule}, {failure.text[-500:]}"
+        for failure in sums.failures
     ]
     assert not broken, "\n".join(broken)
     assert sums.seeds == SEEDS

@@ -39,7 +39,7 @@ def start(hash_seed, *words):
 
 def test_a_seed_has_one_trace_in_all_processes():
     setups = ((seed, schedule_of(seed, WEIGHTS).setup) for seed in count())
-    # Of objects, of bytes, and with the production client on an event loop.
+    # A world with messages as objects, one with messages as bytes, and one with contexts.
     seeds = [
         next(seed for seed, setup in setups if not setup.is_bytes and not setup.context_clients),
         next(seed for seed, setup in setups if setup.is_bytes),
@@ -47,7 +47,7 @@ def test_a_seed_has_one_trace_in_all_processes():
     ]
     processes = [
         start(hash_seed, *flags, "-c", TRACES, *map(str, seeds))
-        # Without assertions everything that the log does is done all the same.
+        # With -O, Python skips assertions, which must not change the run.
         for hash_seed, *flags in (("1",), ("2", "-O"))
     ]
     first, other = (

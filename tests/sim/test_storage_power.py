@@ -88,8 +88,8 @@ def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(
         assert log.max_id >= last_acknowledged
         assert world.all_records() == written[: 60 * (log.max_id + 1)]
         entries = log.lineage(0, log.max_id)[1]
-        assert [0, *(one.last + 1 for one in entries)] == [
-            *(one.first for one in entries),
+        assert [0, *(entry.last + 1 for entry in entries)] == [
+            *(entry.first for entry in entries),
             log.max_id + 1,
         ]
         assert entries[-1].chain == log.chain

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sim
 
 @pytest.fixture(autouse=True)
 def interrupts_are_handled():
-    """Let children take interrupts, though the shell may block them for tests in the background."""
+    """Let children handle interrupts, which a shell may block for background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -35,7 +35,7 @@ def started():
 
 
 def are_at_work(processes):
-    return sum(sum(each.cpu_times()[:2]) > 1.5 for each in processes) >= 2
+    return sum(sum(process.cpu_times()[:2]) > 1.5 for process in processes) >= 2
 
 
 def interrupted_when(is_interrupt_due):

@@ -13,12 +13,13 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    "--allow-file-access-from-files",  # the page below looks into the others
+    "--allow-file-access-from-files",  # the page below reads the other pages
     "--virtual-time-budget=1000000",
     "--dump-dom",
 )
 WIDTH = 390
-# Opens each page in a frame as wide as a phone, and shows which are wider, and how many there are.
+# Opens each page in a frame as wide as a phone; shows the pages that are wider, and the number of
+# pages.
 PAGE = """<!doctype html>
 <iframe id="phone" width="WIDTH" height="844" style="border: 0"></iframe>
 <pre id="result"></pre>

@@ -60,8 +60,8 @@ def html(site: Path) -> list[Path]:
 
 def broken(site: Path, path: Path) -> Iterator[str]:
     """Yield the links of a page that lead nowhere within the site."""
-    found = links_of(path)
-    for link in (*found.links, *found.loads):
+    links = links_of(path)
+    for link in (*links.links, *links.loads):
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
             continue
@@ -136,6 +136,6 @@ def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
 
 
 def test_no_page_loads_files_from_other_hosts(html: list[Path]) -> None:
-    loads = [each for path in html for each in links_of(path).loads]
-    assert [each for each in loads if urlsplit(each).netloc] == []
+    loads = [load for path in html for load in links_of(path).loads]
+    assert [load for load in loads if urlsplit(load).netloc] == []
     assert len(loads) > 500

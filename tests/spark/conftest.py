@@ -18,8 +18,8 @@ from tests.written_log import WrittenLog, running_log
 SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.ansi.enabled": "true",
-    # Without this setting, each query would compile its own classes for a few rows. The sessions of
-    # the notebooks, of Spark Connect and of the clusters have the default.
+    # Without this setting, Spark would compile classes for each query, even for a few rows. The
+    # sessions of the notebooks, of Spark Connect and of the clusters have the default.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     **table_libraries.spark_settings(),
@@ -48,5 +48,5 @@ def connect(cluster: waltz_core.local.LocalCluster) -> str:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenLog]:
     """Yield a log of row changes, in a separate cluster."""
-    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
-        yield found
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as log:
+        yield log

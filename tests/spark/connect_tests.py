@@ -188,10 +188,10 @@ def test_a_plain_spark_session_reports_the_same_error(spark: SparkSession, conne
     with pytest.raises(AnalysisException) as caught:
         plain_session.read.format("waltz").option("partition", "3").load(connect).collect()
     assert not isinstance(caught.value, errors.WaltzError)
-    found = waltz_spark.error_of(caught.value)
-    assert type(found) is errors.BadConfig
-    assert str(found) in str(caught.value).splitlines()[0]
-    assert "did you mean 'partitions'?" in str(found)
+    error = waltz_spark.error_of(caught.value)
+    assert type(error) is errors.BadConfig
+    assert str(error) in str(caught.value).splitlines()[0]
+    assert "did you mean 'partitions'?" in str(error)
 
 
 def test_a_named_write_is_written_once(
@@ -216,10 +216,10 @@ def test_a_named_write_is_written_once(
     assert is_one_sentence(caught.value)
     with pytest.raises(errors.BadRequest, match=sentence):
         waltz_spark.append(fewer, connect, writeId=name, resultsPath=tmp_path / "fewer")
-    found = Counter(
+    counts = Counter(
         int(bytes(row.data)) for row in read_after_marks(spark, connect, marks).collect()
     )
-    assert found == Counter(dict.fromkeys(range(400), 1))
+    assert counts == Counter(dict.fromkeys(range(400), 1))
 
 
 def test_views_and_inserts_of_sql_work_over_connect(
@@ -246,7 +246,7 @@ def await_query(query: StreamingQuery) -> StreamingQuery:
 def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
-    """From the log into files and on from the checkpoint; from files into the log, once."""
+    """A stream copies the log to files, also after a restart; another copies files to the log."""
     output: list[str] = []
     listener = LagListener(lambda query, _lags: output.append(query))
     spark.streams.addListener(listener)
@@ -273,17 +273,17 @@ def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
         writer = writer.option("checkpointLocation", str(tmp_path / "out"))
         await_query(writer.trigger(availableNow=True).start(connect))
         assert read_after_marks(spark, connect, middle).count() == 120
-        if times == 1:  # as a driver leaves it that dies before Spark records the micro-batch
+        if times == 1:  # like a driver that died before Spark recorded the micro-batch
             for name in ("0", ".0.crc"):
                 (tmp_path / "out" / "commits" / name).unlink(missing_ok=True)
     assert (results / "batch=0" / "_SUCCESS").exists()
 
 
 def start_with_function(writer: DataStreamWriter) -> StreamingQuery:
-    """Start a query with a Python function; once more where Spark does not get its worker.
+    """Start a query with a Python function; start it again if Spark's worker is late.
 
-    It waits ten seconds for a Python process on the server's machine, and no setting changes this:
-    too short for a machine that pauses.
+    Spark waits ten seconds for a Python process on the server's machine, which is too short on a
+    busy machine. No setting changes this time.
     """
     try:
         return writer.start()
@@ -318,10 +318,10 @@ def test_foreach_batch_is_written_once(
     with pytest.raises(PySparkException, match="after the write"):
         run().awaitTermination(TEST_TIMEOUT_S)
     await_query(run())
-    found = Counter(
+    counts = Counter(
         int(bytes(row.data)) for row in read_after_marks(spark, connect, marks).collect()
     )
-    assert found == Counter(dict.fromkeys(range(80), 1))
+    assert counts == Counter(dict.fromkeys(range(80), 1))
 
 
 def test_a_stream_with_wrong_columns_is_rejected(
@@ -340,7 +340,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
 
 
 def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
-    """Before PySpark 4.2, all clients share them, and a deleted session closes its client."""
+    """Before PySpark 4.2, all clients share threads, and a deleted session closes its client."""
     if hasattr(spark.client, "_release_futures"):
         pytest.skip("each client of this PySpark waits for its own tasks")
     with table_session(spark) as session:

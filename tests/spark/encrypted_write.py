@@ -25,16 +25,16 @@ FailingStep = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 def count_decrypted(
     connect: str, after: Mapping[int, int], function: str
 ) -> Counter[tuple[bytes | None, str | None]]:
-    """Return the payloads after the marks, with reasons, that a client with these keys reads."""
-    found: Counter[tuple[bytes | None, str | None]] = Counter()
+    """Return the payloads after the marks, or the errors, that a client with these keys reads."""
+    counts: Counter[tuple[bytes | None, str | None]] = Counter()
     config = ClientConfig(encryption_keys=f"tests.spark.key_services:{function}")
     with WaltzClient(connect, config) as client:
         for partition, last in client.high_water_marks(linearizable=True).items():
             for chunk in client.read_range(partition, after[partition] + 1, last):
-                found.update(
+                counts.update(
                     (row.data and row.data.rstrip(b"x"), row.data_error) for row in chunk.rows()
                 )
-    return found
+    return counts
 
 
 def run(

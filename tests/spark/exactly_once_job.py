@@ -35,7 +35,7 @@ from tests.spark.exactly_once_rows import (
 
 
 class FailFirstAttempts:
-    """Passes rows on; in the middle of a task's first attempt it makes the task fail.
+    """Passes rows on, and makes the first attempt of a task fail in the middle.
 
     Args:
         connect: the cluster.
@@ -70,7 +70,7 @@ class FailFirstAttempts:
         worker = psutil.Process()
         victim = worker if task == 1 else worker.parent().parent()
         victim.send_signal(signal.SIGKILL)
-        signal.pause()  # it dies here
+        signal.pause()  # the process is killed here
 
 
 def main(connect: str, directory: Path, writes: Sequence[str]) -> None:
@@ -86,13 +86,13 @@ def main(connect: str, directory: Path, writes: Sequence[str]) -> None:
     )
     rows = make_rows(spark)
     for write in writes:
-        struck = directory / write
-        struck.mkdir()
+        failed_tasks = directory / write
+        failed_tasks.mkdir()
         if write == "encrypted":
-            encrypted_write.run(spark, connect, partial(FailFirstAttempts, connect, struck))
+            encrypted_write.run(spark, connect, partial(FailFirstAttempts, connect, failed_tasks))
             continue
         after = read_marks(connect)
-        broken = rows.mapInArrow(FailFirstAttempts(connect, struck, after), rows.schema)
+        broken = rows.mapInArrow(FailFirstAttempts(connect, failed_tasks, after), rows.schema)
         result = waltz_spark.append(broken, connect, batchSize="10", **WRITES[write])
         check_write(write, result.counts, count_rows_in_log(connect, after))
     spark.stop()

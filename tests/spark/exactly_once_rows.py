@@ -13,18 +13,18 @@ from waltz_core.client import WaltzClient
 WRITES: Mapping[str, Mapping[str, str]] = {"on": {}, "off": {"exactlyOnce": "false"}}
 TASKS, ROWS = 4, 400
 EXPECTED_PREFIXES = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
-# After this time an attempt fails, and the job prints the awaited row.
+# The time limit of an attempt; then the job prints the row for which it has waited.
 WAIT_S_MAX = 200
 # Several tasks poll the log at the same time; the writer needs the CPU between two polls.
 POLL_S = 0.1
-# So many rows Spark collects before it hands them to the writer.
+# The number of rows that Spark collects before it passes them to the writer.
 SMALL_BATCHES = {"spark.sql.execution.arrow.maxRecordsPerBatch": "20"}
 
 
 def make_rows(spark: SparkSession) -> DataFrame:
     """Return `ROWS` rows for each of `TASKS` tasks; each row names its task and its number."""
     return spark.range(0, TASKS * ROWS, numPartitions=TASKS).selectExpr(
-        # Large rows: between two workers Spark hands on 64 KiB at a time.
+        # The rows are large, because Spark passes 64 KiB at a time from worker to worker.
         f"concat('task', id DIV {ROWS}, '-', id, '-', repeat('x', 2000)) AS data",
         "CAST(id % 4 AS int) AS partition",
     )

@@ -16,7 +16,7 @@ def payload_counts(
 
     No request ID may be in the log twice, whichever attempt has used it.
     """
-    found: Counter[bytes] = Counter()
+    counts: Counter[bytes] = Counter()
     req_ids: set[bytes] = set()
     for partition, last in client.high_water_marks(linearizable=True).items():
         for chunk in client.read_range(partition, after.get(partition, -1) + 1, last):
@@ -24,6 +24,6 @@ def payload_counts(
             for length in chunk.lengths.tolist():
                 assert records[start + 8 : start + 24] not in req_ids
                 req_ids.add(records[start + 8 : start + 24])
-                found[records[start + 36 : start + length - 4]] += 1
+                counts[records[start + 36 : start + length - 4]] += 1
                 start += length
-    return found
+    return counts

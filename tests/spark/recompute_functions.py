@@ -27,7 +27,7 @@ def return_unchanged(rejected: pa.Table, _since: pa.Table) -> pa.Table:
 
 
 def return_list(_rejected: pa.Table, _since: pa.Table) -> object:
-    """Return something that is no table."""
+    """Return an invalid result, which is no table."""
     return [1, 2]
 
 

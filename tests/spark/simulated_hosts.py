@@ -67,7 +67,7 @@ class SimulatedHost:
 
     @contextlib.contextmanager
     def block_ports(self, ports: Sequence[int]) -> Iterator[None]:
-        """Block connections to some ports of other places during a `with` block."""
+        """Block connections to some ports of other hosts during a `with` block."""
         rules = [("ipproto", "tcp", "dport", str(port), "unreachable") for port in ports]
         for rule in rules:
             self.run("ip", "rule", "add", *rule, "pref", "1")
@@ -103,14 +103,14 @@ def simulated_hosts() -> Iterator[tuple[SimulatedHost, SimulatedHost, SimulatedH
 def network_namespace(*also: str) -> Iterator[int]:
     """Create a network namespace; yield the process that holds it.
 
-    With `-m` it also has its own mounts, which end with it.
+    With option `-m`, the process also has its own mounts.
     """
     if ISOLATION_MODE != "namespaces":
         raise OSError(f"WALTZ_SIMULATED_HOSTS={ISOLATION_MODE}")
     with subprocess.Popen(["unshare", "-n", *also, "cat"], stdin=subprocess.PIPE) as namespace_pid:
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
-            # When the process has become `cat`, the namespace is complete.
+            # When the process executes `cat`, the namespace is complete.
             while Path(f"/proc/{namespace_pid.pid}/comm").read_text() != "cat\n":
                 if namespace_pid.poll() is not None or time.monotonic() > deadline:
                     raise OSError("no network namespace can be made here")

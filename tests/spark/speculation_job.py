@@ -59,7 +59,7 @@ class AttemptBarrier:
             yield batch
             row_count = rows.stop
         if is_slow and context.attemptNumber() == 0:
-            signal.pause()  # Spark kills it when the second one has won
+            signal.pause()  # Spark kills it after the second attempt has succeeded
 
     def _run_first_attempt(self, rows: range) -> None:
         if ROWS // 2 in rows:

@@ -36,20 +36,20 @@ class FinishedJob:
     output: str
     errors: str
     events: list[dict[str, Any]]
-    # By process ID of a Python worker: its connections to each port, at most, at one time.
+    # By process ID of a Python worker: the maximum of its concurrent connections to each port.
     connections: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @property
     def report(self) -> dict[str, Any]:
         """The last line of its output, which is JSON."""
         assert self.exit_code == 0, self.errors[-6_000:]
-        found: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])
-        return found
+        document: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])
+        return document
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Return Spark's own account of each attempt of each task: `Index`, `Attempt`, `Host` ...
+        """Return each attempt of each task, from Spark's event log: `Index`, `Attempt`, `Host` ...
 
-        `won` says whether it is the one whose outcome counts.
+        `won` states whether Spark used the result of this attempt.
         """
         found: dict[int, dict[str, Any]] = {}
         for event in self.events:
@@ -65,8 +65,8 @@ class StandaloneSpark:
 
     Args:
         directory: for logs, work and events.
-        hub: where master and drivers run.
-        worker_hosts: where the workers run.
+        hub: the host of the master and the drivers.
+        worker_hosts: the hosts of the workers.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class StandaloneSpark:
     ) -> FinishedJob:
         """Submit a script from the hub, as a user would, and wait for its end.
 
-        With `ports` the connections of Python workers to these are counted while it runs. With
-        `imports_tests` the script and its functions may import modules of the tests.
+        The connections of Python workers to `ports` are counted meanwhile. With `imports_tests` the
+        script and its functions may import modules of the tests.
         """
         self._job_count += 1
         name = f"job-{self._job_count}"
@@ -229,18 +229,18 @@ class StandaloneSpark:
         found = []
         for worker in self.workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                for each in psutil.Process(worker.pid).children(recursive=True):
+                for child in psutil.Process(worker.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        is_python = PYTHON_WORKER in each.cmdline()
-                        if is_python and PYTHON_WORKER in each.parent().cmdline():
-                            found.append(each.pid)
+                        is_python = PYTHON_WORKER in child.cmdline()
+                        if is_python and PYTHON_WORKER in child.parent().cmdline():
+                            found.append(child.pid)
         return found
 
 
 def connections_of(pid: int) -> list[int]:
     """Return the remote port of each TCP connection that a process has, in its own network."""
     try:
-        handles = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        handles = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
         table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     except OSError:  # it has ended
         return []
@@ -252,7 +252,7 @@ def connections_of(pid: int) -> list[int]:
 
 
 def _end_process_tree(child: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started; a worker takes its executors down itself."""
+    """End a process and its child processes; a Spark worker ends its executors itself."""
     try:
         family = psutil.Process(child.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -60,7 +60,7 @@ def append_changes(connect: str, changes: int, keys: int, seed: int) -> None:
 
 
 def follow_with_waltz(spark: SparkSession, connect: str, table: Path, batch: int) -> None:
-    """Make the table with the function of Waltz."""
+    """Write the table with `follow`."""
     waltz_spark.follow(
         spark,
         connect,
@@ -74,7 +74,7 @@ def follow_with_waltz(spark: SparkSession, connect: str, table: Path, batch: int
 
 
 def merge_by_hand(spark: SparkSession, connect: str, table: Path, batch: int) -> None:
-    """Make the table with a `foreachBatch` as users write it."""
+    """Write the table with a hand-written `foreachBatch`."""
     path = table / "rows"
     spark.createDataFrame([], SCHEMA).write.format("delta").save(str(path))
     newest_first = Window.partitionBy("id").orderBy(F.desc("transaction_id"))
@@ -117,7 +117,7 @@ def cpu_seconds(spark: SparkSession) -> float:
     """Return the CPU time of Spark's Java, its Python workers and this process."""
     java = psutil.Process(spark.sparkContext._gateway.proc.pid)
     times = [psutil.Process().cpu_times(), java.cpu_times()]
-    times += [each.cpu_times() for each in java.children(recursive=True)]
+    times += [child.cpu_times() for child in java.children(recursive=True)]
     return sum(each.user + each.system for each in times)
 
 

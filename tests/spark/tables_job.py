@@ -5,9 +5,9 @@
 TABLE is the path of a Delta table, or of Parquet files with FORMAT=parquet in the environment, or
 the name of an Iceberg table in the directory WAREHOUSE.
 
-STEP is a step at which the driver kills itself and its Java process, or `tasks`. With `tasks`, on a
-master with two executors (`local-cluster`), the Python worker of the first running task is killed,
-and the executor of the second task.
+STEP is a step at which the driver kills itself and its Java process, or `tasks`. With `tasks`, the
+job runs on a master with two executors (`local-cluster`). The Python worker of the first running
+task and the executor of the second task are killed.
 """
 
 import os
@@ -50,7 +50,7 @@ class KillingRead(log_changes.LastChangesRead):
                     continue
                 worker = psutil.Process()
                 (worker if victim == "worker" else worker.parent().parent()).kill()
-                signal.pause()  # it dies here
+                signal.pause()  # the process is killed here
             yield batch.slice(1)
 
 

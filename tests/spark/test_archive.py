@@ -47,7 +47,7 @@ class Archived(NamedTuple):
 
     def reader(self, columns: str) -> WaltzBatchReader:
         options = parse_read({**self.options, "columns": columns}, Purpose.BATCH)
-        schema = StructType([StructField(each, TYPES[each]) for each in options.columns])
+        schema = StructType([StructField(column, TYPES[column]) for column in options.columns])
         return WaltzBatchReader(options, schema)
 
 
@@ -89,9 +89,9 @@ def test_a_read_from_the_archive_has_all_rows(spark: SparkSession, archived: Arc
     def log(**more: str) -> DataFrame:
         return spark.read.format("waltz").options(**archived.options, **more).load()
 
-    found = log().select("partition", "transaction_id", "header", "data").collect()
-    assert {(each[0], each[1], each[2], bytes(each[3])) for each in found} == archived.rows
-    assert len(found) == len(archived.rows)
+    rows = log().select("partition", "transaction_id", "header", "data").collect()
+    assert {(row[0], row[1], row[2], bytes(row[3])) for row in rows} == archived.rows
+    assert len(rows) == len(archived.rows)
     filtered = log(headers="1", columns="partition,header")
     assert filtered.count() == sum(header == 1 for _, _, header, _ in archived.rows)
     times = log(columns="commit_time").orderBy("commit_time").collect()
@@ -116,7 +116,7 @@ def test_a_wrong_object_is_named_and_its_rows_come_from_the_storages(
     path.write_bytes(whole)
     assert set(found) == archived.rows
     assert len(found) == len(archived.rows)
-    (warning,) = [each for each in caplog.messages if "spark.archive_not_read" in each]
+    (warning,) = [message for message in caplog.messages if "spark.archive_not_read" in message]
     assert name in warning
 
 
@@ -132,14 +132,14 @@ def test_a_change_feed_reads_the_archive_and_then_the_storages(
     with caplog.at_level(logging.INFO, "waltz"):
         tasks = reader.partitions()
         found = [tuple(r.values()) for t in tasks for b in reader.read(t) for r in b.to_pylist()]
-    assert all(isinstance(each, ReadTask) and each.archived_objects is not None for each in tasks)
+    assert all(isinstance(task, ReadTask) and task.archived_objects is not None for task in tasks)
     kinds = Counter((kind, partition) for _, kind, partition in found)
     updates = ROWS - KEYS
     for partition in range(PARTITIONS):
         assert kinds["insert", partition] == KEYS
         assert kinds["update_preimage", partition] == updates
         assert kinds["update_postimage", partition] == updates
-    assert not any("spark.archive_not_read" in each for each in caplog.messages)
+    assert not any("spark.archive_not_read" in message for message in caplog.messages)
 
 
 def test_a_missing_archive_fails_no_read(
@@ -148,8 +148,8 @@ def test_a_missing_archive_fails_no_read(
     missing_archive = archived._replace(url=f"file://{tmp_path}/nothing")
     with caplog.at_level(logging.WARNING, "waltz"):
         tasks = missing_archive.reader("transaction_id").partitions()
-    assert all(isinstance(each, ReadTask) and each.archived_objects is None for each in tasks)
-    assert sum("spark.archive_not_read" in each for each in caplog.messages) == PARTITIONS
+    assert all(isinstance(task, ReadTask) and task.archived_objects is None for task in tasks)
+    assert sum("spark.archive_not_read" in message for message in caplog.messages) == PARTITIONS
 
 
 def test_tasks_need_neither_servers_nor_storages_for_archived_rows(archived: Archived) -> None:
@@ -160,9 +160,9 @@ def test_tasks_need_neither_servers_nor_storages_for_archived_rows(archived: Arc
     expected = {(each[1], each[3]) for each in archived.rows}
     for reader, tasks in planned:
         archived_parts = [
-            each
-            for each in tasks
-            if isinstance(each, ReadTask) and each.archived_objects is not None
+            task
+            for task in tasks
+            if isinstance(task, ReadTask) and task.archived_objects is not None
         ]
         found = [
             row

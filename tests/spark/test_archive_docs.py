@@ -38,8 +38,9 @@ def append(connect: str, start: int) -> None:
 def listed(connect: str, folder: Path) -> int:
     """Run the page's command, and return the last archived ID.
 
-    Of the first object only the last row is used, and of the last one the first, as after expiry
-    and a restore: objects may have more rows than belong to the log.
+    The snippets use only the last row of the first object, and the first row of the last object. So
+    they are tested as after an expiry and a restore, when objects have rows that do not belong to
+    the log.
     """
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     (line,) = re.findall(r"^waltz-core (.*) > objects.json$", text, re.MULTILINE)
@@ -75,7 +76,7 @@ def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: p
                 "all transactions are archived",
                 lambda last=last: listed(cluster.connect, tmp_path) == last,
             )
-    # Without the cluster.
+    # The snippet needs no cluster.
     found = snippets(PAGE)
     assert len(found) == 5
     for text in found:
@@ -85,14 +86,19 @@ def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: p
     ids = range(objects[0]["first"], objects[-1]["last"] + 1)
     assert ROWS_OF_ONE <= len(ids) < APPENDS * ROWS_OF_ONE
     assert names["table"].column("transaction_id").to_pylist() == list(ids)
-    assert names["table"].column("data").to_pylist() == [b"row %d" % each for each in ids]
-    counts = [len([each for each in ids if each % HEADERS == header]) for header in range(HEADERS)]
+    assert names["table"].column("data").to_pylist() == [
+        b"row %d" % transaction_id for transaction_id in ids
+    ]
+    counts = [
+        len([transaction_id for transaction_id in ids if transaction_id % HEADERS == header])
+        for header in range(HEADERS)
+    ]
     assert names["by_header"] == list(enumerate(counts))
-    ones = [b"row %d" % each for each in ids if each % HEADERS == 1]
+    ones = [b"row %d" % transaction_id for transaction_id in ids if transaction_id % HEADERS == 1]
     assert names["payloads"]["data"].to_list() == ones
     rows = names["rows"].select("transaction_id", "data").orderBy("transaction_id").collect()
-    assert [(each[0], bytes(each[1])) for each in rows] == [
-        (each, b"row %d" % each) for each in ids
+    assert [(row[0], bytes(row[1])) for row in rows] == [
+        (transaction_id, b"row %d" % transaction_id) for transaction_id in ids
     ]
 
 

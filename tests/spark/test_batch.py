@@ -69,8 +69,8 @@ def test_raw_columns_are_written_and_read_back(spark: SparkSession, connect: str
         "commit_time:timestamp",
         "data:binary",
     ]
-    got = [(r.partition, r.transaction_id, r.header, bytes(r.data)) for r in found.collect()]
-    assert got == [
+    rows_read = [(r.partition, r.transaction_id, r.header, bytes(r.data)) for r in found.collect()]
+    assert rows_read == [
         (0, before[0] + 1, 5, b"a"),
         (0, before[0] + 2, -7, b"c"),
         (1, before[1] + 1, 0, b"b"),
@@ -246,8 +246,8 @@ def test_order_within_a_partition_is_kept(spark: SparkSession, connect: str) -> 
     before = marks_of(spark, connect)
     table = spark.range(20_000).selectExpr("1 AS partition", "CAST(id AS string) AS data")
     table.coalesce(1).write.format("waltz").mode("append").save(connect)
-    found = since(spark, connect, before).option("partitions", "1").load(connect)
-    values = [int(bytes(r.data)) for r in found.orderBy("transaction_id").collect()]
+    frame = since(spark, connect, before).option("partitions", "1").load(connect)
+    values = [int(bytes(r.data)) for r in frame.orderBy("transaction_id").collect()]
     assert values == list(range(20_000))
 
 
@@ -286,7 +286,7 @@ def test_mode_sets_whether_unpackable_payloads_fail_are_null_or_are_dropped(
     rows = reader.schema("n long, transaction_id long").load(connect).collect()
     assert [row.n for row in rows] == [1, 4, 7, None]
     ids = [row.transaction_id for row in rows]
-    assert [each - ids[0] for each in ids] == [0, 3, 6, 7]
+    assert [transaction_id - ids[0] for transaction_id in ids] == [0, 3, 6, 7]
     # A payload that lacks a required column is handled according to the mode, too.
     required = reader.option("requiredColumns", "N").schema("n long")
     assert [row.n for row in required.load(connect).collect()] == [1, 4, 7]
@@ -331,8 +331,8 @@ def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect
     assert [row.N for row in reader.load(connect).collect()] == [1, 4, 7, None]
     spark.conf.set("spark.sql.caseSensitive", "true")
     try:
-        # No payload has this column now, so that each map of the payloads is one that fits.
-        found = [row.N for row in reader.load(connect).collect()]
+        # No payload has this column. So every payload that is a map fits.
+        numbers = [row.N for row in reader.load(connect).collect()]
     finally:
         spark.conf.unset("spark.sql.caseSensitive")
-    assert found == [None] * 5
+    assert numbers == [None] * 5

@@ -36,8 +36,8 @@ OPTIONS = {
 def append(connect: str, transactions: Sequence[Transaction]) -> None:
     with WaltzClient(connect) as client:
         futures = [
-            client.append(each.data, header=each.header, partition=PARTITION)
-            for each in transactions
+            client.append(transaction.data, header=transaction.header, partition=PARTITION)
+            for transaction in transactions
         ]
         for future in futures:
             future.result(TEST_TIMEOUT_S)
@@ -75,9 +75,9 @@ def test_a_batch_has_the_changes_after_its_start(spark: SparkSession, connect: s
     expected = expected_rows(logged(connect))
     assert rows_of(feed(spark.read, connect)) == expected
     starting = as_json({PARTITION: middle})
-    found = feed(spark.read, connect, startingHighWaterMarks=starting)
-    assert rows_of(found) == [row for row in expected if row[-1] > middle]
-    assert found.where("_change_type = 'delete'").count() > 0
+    machine = feed(spark.read, connect, startingHighWaterMarks=starting)
+    assert rows_of(machine) == [row for row in expected if row[-1] > middle]
+    assert machine.where("_change_type = 'delete'").count() > 0
     with pytest.raises(Exception, match="expected a payload in msgpack") as failure:
         rows_of(feed(spark.read, connect, mode="FAILFAST", startingHighWaterMarks=starting))
     assert isinstance(error_of(failure.value), BadFormat)
@@ -108,9 +108,9 @@ def test_a_stream_continues_with_the_state_of_its_last_micro_batch(
             .trigger(availableNow=True)
             .start()
         )
-    found = rows_of(spark.read.parquet(str(tmp_path / "files")))
+    rows = rows_of(spark.read.parquet(str(tmp_path / "files")))
     expected = [row for row in expected_rows(logged(connect)) if row[-1] > begin]
-    assert sorted(found, key=str) == sorted(expected, key=str)
+    assert sorted(rows, key=str) == sorted(expected, key=str)
     (file,) = states() - before
     state = feed_state.open_cached_state(file)
     assert state is not None

@@ -39,7 +39,7 @@ KEEP_MS = 1 << 34
 
 
 class AttemptKilled(Exception):
-    """An attempt ends here."""
+    """An attempt was killed."""
 
 
 def rows_of(task: int, count: int, *, of: int = 0) -> list[bytes]:
@@ -104,7 +104,7 @@ def write(connect: str, request: pytest.FixtureRequest) -> Iterator[Write]:
 def run_until_killed(
     write: Write, job: WriteJob, rows: list[bytes], count: int, task: int = 0
 ) -> None:
-    """Run an attempt that brings `count` rows into the log and dies."""
+    """Run an attempt that appends `count` rows and then dies."""
     before = sum(write.in_log().values())
 
     def feed() -> Iterator[pa.RecordBatch]:
@@ -121,7 +121,7 @@ def counted_once(rows: list[bytes]) -> Counter[bytes]:
 
 
 def test_a_run_with_other_partitions_appends_nothing(write: Write) -> None:
-    """It would not read back the rows of the first run in partitions 2 and 3."""
+    """The run would not read back the rows of the first run in partitions 2 and 3."""
     rows, job = rows_of(0, 20), write.job()
     job.write_task(batches_of(rows), 0, 0)
     other = Write(write.connect, write.name, partitions="0,1")
@@ -248,7 +248,7 @@ def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
 
 
 def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
-    """Rows of a task that only the earlier run had are in the log, and in no task of this one."""
+    """The log has rows of a task that only the earlier run had; no task of this run has them."""
     rows, first = rows_of(0, 80), write.job()
     first.write_task(batches_of(rows[:60]), 0, 0)
     first.write_task(batches_of(rows[60:]), 1, 0)
@@ -266,7 +266,7 @@ def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
 
 
 def test_a_completed_write_appends_no_rows_again(write: Write) -> None:
-    """It still counts its rows; the same rows in other tasks are the same write."""
+    """A repeated run counts its rows. Its tasks may have the rows in another distribution."""
     rows, job = rows_of(0, 50), write.job()
     first = job.write_task(batches_of(rows), 0, 0)
     write.finish(job, first)
@@ -275,7 +275,7 @@ def test_a_completed_write_appends_no_rows_again(write: Write) -> None:
         again.write_task(batches_of(part), task, 1)
         for task, part in enumerate((rows[40:], rows[20:40], rows[:20]))
     ]
-    assert [(each.was_done, each.committed, each.rows.rows) for each in tasks] == [
+    assert [(task.was_done, task.committed, task.rows.rows) for task in tasks] == [
         (True, 0, 10), (True, 0, 20), (True, 0, 20),
     ]  # fmt: skip
     write.finish(again, *tasks)
@@ -311,7 +311,7 @@ def test_a_completed_write_rejects_other_rows(write: Write) -> None:
 
 
 def test_a_run_fails_if_another_run_with_other_rows_completes_first(write: Write) -> None:
-    """Two runs at a time, the second with a row more; the first is finished first."""
+    """Two runs at the same time: the second has one more row, and the first finishes first."""
     rows, first = rows_of(0, 20), write.job()
     result = first.write_task(batches_of(rows), 0, 0)
     second = write.job()
@@ -328,7 +328,7 @@ def test_a_run_fails_if_another_run_with_other_rows_completes_first(write: Write
 def test_a_write_completed_by_an_earlier_version_stays_completed(
     write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its record has no hash: the rows cannot be compared, and the log line states this."""
+    """The summary has no hash. So the rows cannot be compared, and the log line states this."""
     rows, job = rows_of(0, 5), write.job()
     result = job.write_task(batches_of(rows), 0, 0)
     asyncio.run(end_write(write.connect, write.name, {"committed": 5}, keep_ms=KEEP_MS))
@@ -361,7 +361,7 @@ def test_a_driver_with_a_fast_clock_removes_no_write_too_early(
     write.finish(job, job.write_task(batches_of(rows), 0, 0))
     ahead = time.time() + 30 * 24 * 3_600  # noqa: TID251 - a driver's clock
     monkeypatch.setattr(time, "time", lambda: ahead)
-    for _ in range(3):  # it looks at some of the writes each time
+    for _ in range(3):  # each removal checks only some of the writes
         remove_writes(job, [])
     again = write.job()
     write.finish(again, again.write_task(batches_of(rows), 0, 1))
@@ -441,7 +441,7 @@ def test_no_task_of_an_earlier_micro_batch_starts_after_a_later_batch(write: Wri
 def test_a_server_that_dies_between_two_attempts_duplicates_no_row(
     write: Write, cluster: waltz_core.local.LocalCluster
 ) -> None:
-    """The next owner has forgotten the fenced attempt; the generation and the node record it."""
+    """The next owner's memory lacks the fence; the generation and the znode contain it."""
     rows, job = rows_of(0, 120), write.job()
     with while_an_attempt_is_paused(write, job, rows) as failures:
         cluster.kill("server-1")

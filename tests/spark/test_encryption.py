@@ -78,7 +78,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     assert reader.load().where("data_error IS NOT NULL").count() == 0
     rows = {(row.id, row.customer) for row in reader.load().collect()}
     assert rows == {(row.id, row.customer) for row in written.collect()}
-    # The log has envelopes: no payload, and the IDs of the keys.
+    # The log has envelopes, which contain no plain text, but the IDs of the keys.
     stored = payloads(connect, before)
     assert len(stored) == 300
     assert Counter(bytes(each)[:15] for each in stored) == {
@@ -86,13 +86,13 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     }
     remaining_keys = str(without(directory, "customer-1"))
     for mode in ("FAILFAST", "DROPMALFORMED", "PERMISSIVE"):
-        found = reader.options(encryptionKeys=remaining_keys, mode=mode).load()
-        reasons = found.groupBy("data_error").count().collect()
+        frame = reader.options(encryptionKeys=remaining_keys, mode=mode).load()
+        reasons = frame.groupBy("data_error").count().collect()
         assert {(row.data_error, row["count"]) for row in reasons} == {
             (None, 200),
             ("the key 'customer-1' does not exist", 100),
         }
-        lost = found.where("data_error IS NOT NULL")
+        lost = frame.where("data_error IS NOT NULL")
         assert lost.where("id IS NULL AND customer IS NULL").count() == 100
         assert lost.where("transaction_id IS NULL").count() == 0
     # A client has the same keys.
@@ -105,7 +105,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
 def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     spark: SparkSession, connect: str, directory: Path, tmp_path: Path
 ) -> None:
-    """Also if the columns are declared, with a changes function, and in several tables."""
+    """The test uses declared columns, a changes function, and several tables."""
     spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))
     marks = json.loads(marks_of(spark, connect))
     customers(spark, 30).write.format("waltz").mode("append").options(
@@ -113,7 +113,7 @@ def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     ).save(connect)
     table, schema = str(tmp_path / "table"), "id long, op string, value long, customer string"
     table_options = {"schema": schema, "format": "parquet"}
-    call = {"start": {int(each): mark for each, mark in marks.items()}, "until": "now"}
+    call = {"start": {int(partition): mark for partition, mark in marks.items()}, "until": "now"}
     remaining_keys = str(without(directory, "customer-1"))
     reason = r"partition \d+, transaction \d+: the key 'customer-1' does not exist\. Hint: follow"
     for tables in (
@@ -150,8 +150,8 @@ def test_a_read_needs_its_encryption_keys_only_in_tasks(
     ).save(connect)
     reader = spark.read.format("waltz").option("startingHighWaterMarks", before)
     reader = reader.option("encryptionKeys", str(directory))
-    found = reader.load(connect).orderBy("transaction_id").collect()
-    assert [(bytes(row.data), row.data_error) for row in found] == [
+    rows = reader.load(connect).orderBy("transaction_id").collect()
+    assert [(bytes(row.data), row.data_error) for row in rows] == [
         (b"a secret", None),
         (b"plain", None),
     ]
@@ -209,11 +209,11 @@ def test_a_stream_decrypts(
     middle = marks_of(spark, connect)
     query.start(connect).awaitTermination()
     reader = spark.read.format("waltz").options(**options, startingHighWaterMarks=middle)
-    found = reader.schema("id long, customer string").load(connect).collect()
-    assert sorted(row.id for row in found if row.id is not None) == [
+    rows = reader.schema("id long, customer string").load(connect).collect()
+    assert sorted(row.id for row in rows if row.id is not None) == [
         number for number in range(30) if number % 3 < 2
     ]
-    assert sum(row.id is None for row in found) == 10
+    assert sum(row.id is None for row in rows) == 10
 
 
 def encrypted_write(connect: str, name: str, directory: Path) -> Write:
@@ -257,7 +257,7 @@ def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
     rows, job = rows_of(0, 60), write.job()
     run_until_killed(write, job, rows, 40)
     used = write.options.encryption_key_id
-    other = next(each.name for each in directory.iterdir() if each.name != used)
+    other = next(path.name for path in directory.iterdir() if path.name != used)
     write_without_key = Write(
         connect, write.name, encryptionKeys=str(without(directory, used)), encryptionKeyId=other
     )
@@ -305,7 +305,7 @@ def test_rejected_rows_are_recomputed_from_decrypted_ones(
         assert result.counts["committed"] == 1
     sys.path.remove(str(FUNCTIONS.parent))
     found = [
-        json.loads(each)["value"]
-        for each in payloads(connect, before, encryption_keys=str(directory))
+        json.loads(payload)["value"]
+        for payload in payloads(connect, before, encryption_keys=str(directory))
     ]
     assert found == [5, 12]

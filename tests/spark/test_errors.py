@@ -33,7 +33,7 @@ LOG = StructType().add("data", BinaryType())
 
 
 def planned(connect: str, schema: StructType = LOG, **options: str) -> None:
-    """Plan a read as Spark's own process for it does."""
+    """Plan a read like the process that Spark starts for this."""
     WaltzDataSource({"path": connect, **options}).reader(schema).partitions()
 
 
@@ -98,7 +98,7 @@ WRONG_WRITES = (
 )
 
 
-def test_wrong_writes_leave_nothing_in_the_log(spark: SparkSession, connect: str) -> None:
+def test_invalid_writes_leave_nothing_in_the_log(spark: SparkSession, connect: str) -> None:
     before = waltz_spark.snapshot(spark, connect).high_water_marks
     for schema, values, options, sentence in WRONG_WRITES:
         table = rows(spark, schema, values)
@@ -120,9 +120,9 @@ def test_an_error_is_shown_without_a_stack_and_with_its_class(
         (on_driver, "no column"),
     ):
         assert "Traceback" not in str(caught.value)
-        found = waltz_spark.error_of(caught.value)
-        assert type(found) is errors.BadRequest
-        assert expected in str(found)
+        error = waltz_spark.error_of(caught.value)
+        assert type(error) is errors.BadRequest
+        assert expected in str(error)
     with pytest.raises(errors.BadRequest, match="found 9"):
         waltz_spark.append(outside, connect)
 
@@ -150,9 +150,9 @@ def test_wrong_schemas_are_reported(
 
 
 def test_a_duplicate_column_is_reported(spark: SparkSession, connect: str) -> None:
-    twice = rows(spark).select("data", "data")
+    duplicated = rows(spark).select("data", "data")
     with pytest.raises(AnalysisException, match=r"two columns have the name 'data'."):
-        twice.write.format("waltz").mode("append").save(connect)
+        duplicated.write.format("waltz").mode("append").save(connect)
 
 
 @pytest.mark.parametrize("results_path", ["nowhere://there/is", "/proc/nothing/of/ours"])

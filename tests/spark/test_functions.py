@@ -18,8 +18,8 @@ NAMES = ["account", "", "😀", "a-very-long-lock-name-that-overflows-int-hash-a
 def test_a_lock_column_equals_the_lock_of_the_client(spark: SparkSession) -> None:
     for kind, keys in (("long", KEYS), ("string", TEXTS)):
         table = spark.createDataFrame([(key,) for key in keys], f"key {kind}")
-        found = table.select(*(lock(name, F.col("key")) for name in NAMES)).collect()
-        assert [tuple(row) for row in found] == [
+        rows = table.select(*(lock(name, F.col("key")) for name in NAMES)).collect()
+        assert [tuple(row) for row in rows] == [
             tuple(client_lock(name, key) for name in NAMES) for key in keys
         ]
 
@@ -28,8 +28,8 @@ def test_narrow_integers_have_the_lock_of_their_value(spark: SparkSession) -> No
     kinds = ("tinyint", "smallint", "int")
     casts = ", ".join(f"CAST(v AS {kind}) AS {kind}" for kind in kinds)
     table = spark.sql(f"SELECT {casts} FROM VALUES (0), (1), (-5) AS t(v)")
-    found = table.select(*(lock("account", kind) for kind in kinds)).collect()
-    assert [tuple(row) for row in found] == [
+    rows = table.select(*(lock("account", kind) for kind in kinds)).collect()
+    assert [tuple(row) for row in rows] == [
         (client_lock("account", key),) * len(kinds) for key in (0, 1, -5)
     ]
 
@@ -49,7 +49,7 @@ def test_the_partition_of_a_hash_is_that_of_the_client(spark: SparkSession) -> N
     hashes = [0, 1, -1, 2**31 - 1, -(2**31), *[client_lock("k", n) for n in range(50)]]
     table = spark.createDataFrame([(h,) for h in hashes], "h int")
     counts = (1, 3, 4, 1000)
-    found = table.select(*(partition_of(F.col("h"), count) for count in counts)).collect()
-    assert [tuple(row) for row in found] == [
+    rows = table.select(*(partition_of(F.col("h"), count) for count in counts)).collect()
+    assert [tuple(row) for row in rows] == [
         tuple(partition_of_hash(h, count) for count in counts) for h in hashes
     ]

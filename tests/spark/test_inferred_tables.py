@@ -37,7 +37,7 @@ ROWS = [
 
 
 def without_spark(connect: str, table: Path, start: dict[int, int], *more: str) -> CompletedProcess:
-    marks = json.dumps({str(each): mark for each, mark in start.items()})
+    marks = json.dumps({str(partition): mark for partition, mark in start.items()})
     line = ["follow", str(table), "--connect", connect, "--key", "id", "--until", "now"]
     return run_command(
         *line, "--delete-where", "_d", *(["--start-marks", marks] if start else []), *more
@@ -73,7 +73,7 @@ def test_spark_infers_the_same_columns_as_the_core_for_all_batch_limits(
         assert (rows_of_table(table), inferred_columns(table)) == expected, limits
         newest = DeltaTable(table).history(1)[0]["userMetadata"]
         assert dict(decode_marks(newest).marks) == marks
-    # Either follower continues it, with new columns.
+    # Each of the two followers continues the table, with new columns.
     append_and_return_marks(connect, (0, {"id": 5, "new": 1}), (0, {"id": 5, "at": {"z": "z"}}))
     waltz_spark.follow(spark, connect, table=str(table), **table_options)
     append_and_return_marks(connect, (0, {"id": 6, "newer": 2, "at": {"w": 0}}))
@@ -153,7 +153,7 @@ def without_place(text: str) -> str:
 def test_tasks_agree_on_columns_that_they_find_in_different_orders(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    """A task has an empty list only, and the value before it is in another task."""
+    """One task has only an empty list; the value with the element type is in another task."""
     start = append_and_return_marks(
         connect, (0, {"id": 1, "a": [1]}), (0, {"id": 3, "a": []}), (1, {"id": 2, "a": []})
     )

@@ -1,4 +1,4 @@
-"""Servers and storages stop while Spark reads: it returns the rows of the log, and no task fails.
+"""Servers and storages stop while Spark reads: Spark returns all rows, and no task fails.
 
 The session is `local[2]`, where one failed task ends the job. So a successful job had no failed
 task.
@@ -32,7 +32,8 @@ from waltz_core.records.batches import encode_append
 pytestmark = pytest.mark.spark
 
 PARTITIONS, TASKS = 2, 4
-# Each task reads three chunks of 4 MiB: one is looked at and one on its way when things happen.
+# Each task reads three chunks of 4 MiB. At a fault, the task processes one chunk and receives
+# another.
 ROWS, ROW_BYTES, BATCH = 6_000, 4_000, 500
 
 Rows = list[tuple[int, int, int]]
@@ -40,7 +41,7 @@ Rows = list[tuple[int, int, int]]
 
 @pytest.fixture(scope="module")
 def log() -> Iterator[LocalCluster]:
-    """A separate cluster, with a log that takes a while to read."""
+    """A separate cluster, with a log that takes long enough to read."""
     with waltz_core.local.running_cluster(server_count=2, partition_count=PARTITIONS) as cluster:
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
@@ -48,7 +49,7 @@ def log() -> Iterator[LocalCluster]:
                     client.append_batch(partition, payload, BATCH, client_high_water_mark=-1)
                     for payload in (batch(partition, first) for first in range(0, ROWS, BATCH))
                 ]
-                committed = [each.result(TEST_TIMEOUT_S).committed_count for each in futures]
+                committed = [future.result(TEST_TIMEOUT_S).committed_count for future in futures]
                 assert committed == [BATCH] * len(futures)
         yield cluster
 
@@ -81,7 +82,7 @@ def wait_in_first_task(
     """Return a function that makes the first task report that it reads, and wait to continue."""
 
     def wait_and_return(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for each in batches:
+        for batch in batches:
             context = TaskContext.get()
             assert context is not None
             if context.partitionId() == 0:
@@ -90,7 +91,7 @@ def wait_in_first_task(
                     if (directory / "go").exists():
                         break
                     threading.Event().wait(0.02)
-            yield each
+            yield batch
 
     return wait_and_return
 
@@ -116,16 +117,16 @@ def read_while(
     )
     table = table.mapInArrow(wait_in_first_task(directory), table.schema)
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(
+        job = thread.submit(
             lambda: table.selectExpr("partition", "transaction_id", "crc32(data) AS crc").collect()
         )
         try:
-            await_task(directory, found)
+            await_task(directory, job)
             event()
         finally:
             (directory / "go").touch()
         return sorted(
-            (row.partition, row.transaction_id, row.crc) for row in found.result(TEST_TIMEOUT_S)
+            (row.partition, row.transaction_id, row.crc) for row in job.result(TEST_TIMEOUT_S)
         )
 
 
@@ -137,7 +138,7 @@ def await_task(directory: Path, job: Future[Any]) -> None:
 def prefer(log: LocalCluster, name: str, other: str) -> None:
     """Make one server own all partitions."""
     wait_until("both servers are registered", lambda: has_servers(log, name, other))
-    # Of two that want the same partitions the older one would have them.
+    # If two servers were preferred, the older one would own the partitions.
     run_successful(log, "unprefer", "all", member_address(log, other))
     assert run_successful(log, "prefer", "all", member_address(log, name))["owns"] == [0, 1]
 
@@ -146,12 +147,12 @@ def has_servers(log: LocalCluster, *names: str) -> bool:
     """Whether these servers are registered; one that was started a moment ago may not be yet."""
     servers = show_cluster(log)["servers"]
     assert isinstance(servers, dict)
-    return {member_address(log, each) for each in names} <= set(servers.values())
+    return {member_address(log, name) for name in names} <= set(servers.values())
 
 
 def marks(log: LocalCluster) -> dict[int, int]:
     with WaltzClient(log.connect) as client:
-        return {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        return {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
 
 
 class Writer:
@@ -195,7 +196,7 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
 
     query = (
         spark.readStream.format("waltz")
-        # At the end the stream must return the rows that were just written.
+        # At the end, the stream must return the newest rows, too.
         .options(startingHighWaterMarks="latest", readFrom="server", pollInterval=0)
         .load(log.connect)
         .writeStream.foreachBatch(collect)
@@ -229,7 +230,7 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
 def test_tasks_leave_a_frozen_server(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
-    """It rejects and closes no connection; a request may take twice as long as the session."""
+    """A frozen server keeps its connections. A request may take twice the session timeout."""
     prefer(log, "server-2", "server-1")
     frozen = log.member("server-2")
     directories = {each: tmp_path / each for each in ("read", "written")}
@@ -257,7 +258,7 @@ def test_tasks_leave_a_frozen_server(
             assert write_job.result(TEST_TIMEOUT_S).counts["committed"] == 40_000
     finally:
         log.kill(frozen.name, signal.SIGCONT)
-    # Its session with ZooKeeper ended while it was frozen; it registers again.
+    # The server's ZooKeeper session ended while it was frozen, so it registers again.
     wait_until("both servers are registered", lambda: has_servers(log, "server-1", "server-2"))
     run_successful(log, "unprefer", "all", member_address(log, frozen.name))
     rows = (
@@ -274,12 +275,12 @@ def test_tasks_leave_a_frozen_server(
 
 
 def is_settled(log: LocalCluster) -> bool:
-    """Return whether both servers own a partition and all replicas take part."""
+    """Return whether both servers own a partition and all replicas are engaged."""
     partitions = show_cluster(log)["partitions"]
     assert isinstance(partitions, dict)
-    return len({each["server"] for each in partitions.values()}) == 2 and are_all_replicas_engaged(
-        log
-    )
+    return len(
+        {partition["server"] for partition in partitions.values()}
+    ) == 2 and are_all_replicas_engaged(log)
 
 
 def read_bytes(log: LocalCluster, name: str) -> float:
@@ -287,19 +288,19 @@ def read_bytes(log: LocalCluster, name: str) -> float:
     url = f"http://127.0.0.1:{log.member(name).http_port}/metrics"
     with urllib.request.urlopen(url, timeout=TEST_TIMEOUT_S) as page:
         lines = page.read().decode().splitlines()
-    return sum(float(each.split()[-1]) for each in lines if each.startswith(READ_BYTES))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(READ_BYTES))
 
 
 READ_BYTES = "waltz_storage_read_bytes_total"
 
 
-def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
+def test_a_batch_reads_from_its_own_group_and_from_others_if_the_group_is_down(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
     names = ["storage-1", "storage-2", "storage-3"]
     near = names[1]
-    # A server that has just come takes partitions over, and a session that has just begun may do
-    # without the near replica for a while.
+    # A new server takes over partitions, and a new session may not include the near replica at
+    # first.
     wait_until("no partition moves", lambda: is_settled(log))
     with WaltzClient(log.connect) as client:
         # Each storage of a local cluster is a separate group.
@@ -308,18 +309,18 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
             for each in range(4)
             if client.replicas(0, group=each).replicas_in_group == (member_address(log, near),)
         )
-    before = {each: read_bytes(log, each) for each in names}
+    before = {name: read_bytes(log, name) for name in names}
     at_kill: dict[str, float] = {}
 
     def kill() -> None:
-        at_kill.update({each: read_bytes(log, each) - before[each] for each in names})
+        at_kill.update({name: read_bytes(log, name) - before[name] for name in names})
         log.kill(near)
 
     try:
-        found = read_while(spark, log, tmp_path / "batch", kill, group=group)
+        rows = read_while(spark, log, tmp_path / "batch", kill, group=group)
     finally:
         log.start(near)
-    assert found == EXPECTED
+    assert rows == EXPECTED
     assert at_kill[near] > 4 * ROW_BYTES
     assert at_kill[names[0]] == at_kill[names[2]] == 0
     # The remaining rows come from the other storages. If a new store session has begun, these

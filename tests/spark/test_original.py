@@ -38,14 +38,14 @@ def test_a_log_is_read_in_tasks(
 ) -> None:
     original.fill(0, COUNT, b"zero")
     original.fill(1, 10, b"one")
-    found = spark.read.format("waltz").option("minPartitions", 3).load(connect_string)
-    rows = found.select("partition", "transaction_id", "data", "commit_time").collect()
+    frame = spark.read.format("waltz").option("minPartitions", 3).load(connect_string)
+    rows = frame.select("partition", "transaction_id", "data", "commit_time").collect()
     assert sorted(row[:2] for row in rows) == [
         *((0, i) for i in range(COUNT)),
         *((1, i) for i in range(10)),
     ]
     assert {bytes(row.data) for row in rows} == {b"zero", b"one"}
-    assert {row.commit_time for row in rows} == {None}  # an original keeps none
+    assert {row.commit_time for row in rows} == {None}  # 0.13 stores no commit time
 
 
 def test_rows_are_written_and_rejected_by_locks(
@@ -56,7 +56,8 @@ def test_rows_are_written_and_rejected_by_locks(
     frame = spark.createDataFrame(rows, schema)
     write = frame.write.format("waltz").mode("append")
     write.options(exactlyOnce="false", onLockFailure="reject").save(connect_string)
-    # The first row of each lock; the other rows were computed from a log without it.
+    # The first row of each lock is committed; the other rows were computed from a log without this
+    # row.
     for log, locks in zip(original.logs, ([0, 2], [1, 3]), strict=True):
         assert sorted(int(data) % 4 for _, _, data in log.records) == locks
 

@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def registry() -> Iterator[InProcessRegistry]:
-    with run_schema_registry() as found:
-        found.user = USER
-        yield found
+    with run_schema_registry() as registry:
+        registry.user = USER
+        yield registry
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_a_table_follows_payloads_in_avro(
     }
     waltz_spark.follow(spark, connect, tables=tables, **call, **options)
     for path in (one, several):
-        found = spark.read.parquet(path).select("id", "owner")
-        assert_df_equality(found, rows, ignore_row_order=True, ignore_nullable=True)
+        selected = spark.read.parquet(path).select("id", "owner")
+        assert_df_equality(selected, rows, ignore_row_order=True, ignore_nullable=True)
     assert spark.read.parquet(log).count() == 20
 
 
@@ -109,8 +109,8 @@ def test_a_stream_reads_what_a_client_has_written_and_writes_it_again(
     )
     query.awaitTermination()
     reader = since(spark, connect, before).options(**options, headers="0")
-    found = reader.schema("id long, owner string").load(connect).orderBy("id").collect()
-    assert [tuple(row) for row in found] == [(each, f"owner {each}") for each in range(5)]
+    rows = reader.schema("id long, owner string").load(connect).orderBy("id").collect()
+    assert [tuple(row) for row in rows] == [(each, f"owner {each}") for each in range(5)]
     assert len(registry.subjects["copies-value"]) == 1
 
 
@@ -130,8 +130,8 @@ def test_protobuf_is_written_and_read_with_a_registered_schema(
         **options, schemaSubject="orders-value"
     ).save(connect)
     back = since(spark, connect, before).options(**options).schema(orders.schema.toNullable())
-    found = back.load(connect).orderBy("id").collect()
-    assert found == orders.orderBy("id").collect()
+    rows = back.load(connect).orderBy("id").collect()
+    assert rows == orders.orderBy("id").collect()
     with WaltzClient(connect) as client:
         chunk = next(client.read_range(0, before[0] + 1, before[0] + 1))
         reader = Protobuf(registry.url, auth_file=options["schemaRegistryAuthFile"])

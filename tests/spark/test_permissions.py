@@ -33,7 +33,7 @@ OWN_PARTITIONS = {"partitions": "1,3"}
 
 
 def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
-    """Permit the principal `tenant` to use two partitions; then enforce this in new processes."""
+    """Permit two partitions to the principal `tenant`; restart daemons with `access = "on"`."""
     for words in (
         ("access", "init"),
         ("access", "grant", "localhost", "replicate"),
@@ -123,7 +123,7 @@ def test_a_row_whose_lock_belongs_to_another_partition_must_name_one(
 def test_a_client_of_some_partitions_needs_no_other_permissions(tenant: str) -> None:
     with WaltzClient(tenant, partitions=[1, 3]) as client:
         ids = [client.append(b"in turn") for _ in range(4)]
-        assert all(each.result() >= 0 for each in ids)
+        assert all(future.result() >= 0 for future in ids)
         assert client.mount().keys() == client.high_water_marks().keys() == {1, 3}
 
 
@@ -135,7 +135,7 @@ def test_a_revoked_permission_ends_a_stream(
     stream = source.load(connect_strings.tenant)
     query = stream.writeStream.format("memory").queryName("revoked").start()
     try:
-        query.processAllAvailable()  # It has determined where it starts.
+        query.processAllAvailable()  # The query has determined its start.
         with WaltzClient(connect_strings.tenant, partitions=[1]) as client:
             client.append(b"before").result()
             query.processAllAvailable()

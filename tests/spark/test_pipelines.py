@@ -44,7 +44,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WaltzCli
 
 @pytest.fixture
 def remote(client: WaltzClient, tmp_path: Path) -> Iterator[str]:
-    """The address of a server, whose catalog keeps the tables from run to run.
+    """The address of a Spark Connect server, whose catalog keeps the tables from run to run.
 
     Without `--remote` each run starts its own server, on a fixed port.
     """
@@ -68,13 +68,13 @@ def run(project: Path, remote: str) -> None:
 
 
 def rows(project: Path, table: str) -> list[tuple[object, ...]]:
-    found = pq.read_table(project.parent / "warehouse" / table).to_pylist()
-    return sorted(tuple(row.values()) for row in found)
+    rows = pq.read_table(project.parent / "warehouse" / table).to_pylist()
+    return sorted(tuple(row.values()) for row in rows)
 
 
 def alerts(client: WaltzClient) -> list[dict[str, object]]:
-    found = client.scan().read_all().to_pylist()
-    return [msgpack.unpackb(row["data"]) for row in found if row["header"] == ALERT]
+    rows = client.scan().read_all().to_pylist()
+    return [msgpack.unpackb(row["data"]) for row in rows if row["header"] == ALERT]
 
 
 @pytest.mark.slow
@@ -90,4 +90,4 @@ def test_each_run_adds_the_new_transactions_once(client: WaltzClient, project: P
         *(("a", 5), ("a", 10), ("a", 3000), ("b", 2000))
     ]
     assert rows(project, "totals") == [("a", 3, 3015), ("b", 1, 2000)]
-    assert sorted(each["amount"] for each in alerts(client)) == [2000, 3000]
+    assert sorted(alert["amount"] for alert in alerts(client)) == [2000, 3000]

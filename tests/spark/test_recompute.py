@@ -49,7 +49,7 @@ def counters(spark: SparkSession, key: int, more: int, value: int, count: int = 
 def values_of(spark: SparkSession, connect: str) -> ValuesOf:
     """Return a function that reads `more` and `value` of a key's rows since the test began."""
     since = waltz_spark.snapshot(spark, connect).high_water_marks
-    marks = json.dumps({str(each): mark for each, mark in since.items()})
+    marks = json.dumps({str(partition): mark for partition, mark in since.items()})
 
     def values(key: int) -> list[tuple[int, int]]:
         reader = spark.read.format("waltz").options(
@@ -71,7 +71,7 @@ def test_a_rejected_row_is_computed_again(
     first = counters(spark, key, 5, 0)
     waltz_spark.append(first, connect, high_water_marks=marks, dataFormat="json")
     result = waltz_spark.append(
-        counters(spark, key, 7, 0),  # from the same snapshot: too late
+        counters(spark, key, 7, 0),  # from the same snapshot, so it conflicts
         connect,
         high_water_marks=marks,
         dataFormat="json",
@@ -104,10 +104,10 @@ def test_jobs_add_to_one_counter(spark: SparkSession, connect: str, values_of: V
 
     with ThreadPoolExecutor(5) as pool:
         recomputed = list(pool.map(add, frames))
-    assert sum(recomputed) == 4  # all of them knew the same empty counter
-    found = values_of(key)
+    assert sum(recomputed) == 4  # all were computed from the same empty counter
+    values = values_of(key)
     total = 0
-    for more, value in found:
+    for more, value in values:
         total += more
         assert value == total
     assert total == 15
@@ -195,8 +195,8 @@ def test_each_row_gets_the_transactions_since_its_own_mark(
         maxRetries=1,
     )
     found = {row.row: (row.status, row.value) for row in result.results.collect()}
-    # Both rows were too late: one has not seen three transactions, the other one has not seen two.
-    # The first row causes another rejection of the second row.
+    # Both rows conflict: the first row has not seen three transactions, and the second row has not
+    # seen two. After its recomputation, the first row conflicts with the second row again.
     assert found == {0: ("COMMITTED", 3), 1: ("REJECTED", 2)}
 
 
@@ -231,7 +231,7 @@ def test_results_of_several_writes_share_a_directory(
         waltz_spark.append(counters(spark, key, 1, 0), connect, dataFormat="json", resultsPath=path)
         for key in (9009, 9010)
     ]
-    assert [[row.key for row in each.results.collect()] for each in results] == [[9009], [9010]]
+    assert [[row.key for row in result.results.collect()] for result in results] == [[9009], [9010]]
     assert spark.read.schema("id long").parquet(f"{path}/part-*.snappy.parquet").count() == 3
 
 
@@ -246,7 +246,7 @@ SCHEMA = StructType(
 
 
 def job_of(connect: str, name: str, **options: str) -> WriteJob:
-    """Begin a write under a lock, of rows that were computed before anything was in the log."""
+    """Begin a write under a lock, with rows that were computed from an empty log."""
     wanted = {
         "connect": connect,
         "dataFormat": "json",
@@ -279,7 +279,7 @@ def test_rows_computed_again_are_found_again(
 ) -> None:
     """A repeated attempt finds the rows by their identity, even if they were recomputed."""
     job = job_of(connect, "again-1", identityColumns="row")
-    first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost
+    first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # its result is lost
     assert (first.committed, first.recomputed) == (3, 2)
     written = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
     assert (written.committed, written.found) == (5, 3)

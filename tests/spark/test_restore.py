@@ -133,7 +133,7 @@ class RecordingCallbacks(Callbacks):
 def read_everywhere(
     spark: SparkSession, connect: str, archive: str, keys: Path, count: int
 ) -> dict[str, Counter[tuple[object, str | None]]]:
-    """Return the payloads, with reasons, that each kind of reader with these keys gets."""
+    """Return the payloads, or the errors, that each kind of reader with these keys gets."""
     found = {}
     for source, options in (("servers", {}), ("archive", {"archive": archive})):
         reader = spark.read.format("waltz").options(encryptionKeys=str(keys), **options)
@@ -174,8 +174,8 @@ def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
 
     def check() -> None:
         for directory, expected in ((keys, all_rows), (remaining_keys, remaining)):
-            found = read_everywhere(spark, connect, archive, directory, len(rows))
-            assert found == dict.fromkeys(found, expected)
+            payloads = read_everywhere(spark, connect, archive, directory, len(rows))
+            assert payloads == dict.fromkeys(payloads, expected)
 
     check()
     saved = run_command("backup", "--connect", connect, "--archive", archive, "--output", file)

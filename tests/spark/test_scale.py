@@ -40,8 +40,8 @@ pytestmark = pytest.mark.spark
 TRANSACTIONS = 10**9
 TASKS_PER_PARTITION = 4
 TRANSACTIONS_PER_TASK = 1_000_000  # unless an option limits a task
-# The packets for opening a session, and for all messages of daemons meanwhile. The number of
-# partitions is larger.
+# The maximum number of packets for opening a session, and for all messages of daemons meanwhile. It
+# is below the number of partitions.
 ZOOKEEPER_PACKETS_MAX = 200
 MIB = 1 << 20
 
@@ -52,9 +52,9 @@ log = logging.getLogger("waltz")
 def directory() -> Iterator[Path]:
     """A directory in memory if possible, because a thousand logs sync thousands of files."""
     memory = Path("/dev/shm")
-    where = tempfile.mkdtemp(prefix="waltz-scale-", dir=memory if memory.is_dir() else None)
-    yield Path(where)
-    shutil.rmtree(where, ignore_errors=True)
+    path = tempfile.mkdtemp(prefix="waltz-scale-", dir=memory if memory.is_dir() else None)
+    yield Path(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- a billion
@@ -134,7 +134,7 @@ def test_a_billion_transactions_are_planned_with_one_request(
     # Each partition is queried once, no request waits for the answer to another request, and all
     # requests use one connection to the server. ZooKeeper is not queried for each partition.
     assert answer_counts == {"ReplicasResponse": partition_count}
-    assert at_once > partition_count // 2  # the first may be answered while the last are asked
+    assert at_once > partition_count // 2  # the first answers may arrive before the last requests
     assert len(links) == 1
     assert zookeeper_packets(billion_cluster) - before < ZOOKEEPER_PACKETS_MAX < partition_count
     # The size of a task does not grow with the number of partitions.
@@ -150,14 +150,14 @@ def test_spark_plans_a_billion_and_reads_what_was_requested(
     marks = json.dumps({"7": last - 1})
     with WaltzClient(billion_cluster.connect) as client:
         high = client.high_water_mark(7)
-    found = (
+    rows = (
         spark.read.format("waltz")
         .options(partitions=7, startingHighWaterMarks=marks)
         .load(billion_cluster.connect)
         .collect()
     )
-    assert [row.transaction_id for row in found] == list(range(last, high + 1))
-    assert bytes(found[0].data) == DATA
+    assert [row.transaction_id for row in rows] == list(range(last, high + 1))
+    assert bytes(rows[0].data) == DATA
 
 
 def test_a_forged_log_continues(billion_cluster: LocalCluster) -> None:
@@ -175,10 +175,10 @@ class WorkerMonitor:
     """Polls Spark's Python workers: connections to servers, memory."""
 
     def __init__(self, cluster: LocalCluster) -> None:
-        self._ports = {each.port for each in cluster.members if each.kind == "server"}
+        self._ports = {member.port for member in cluster.members if member.kind == "server"}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample_memory)
-        self.connected: list[Counter[int]] = []  # by process, at each look that found any
+        self.connected: list[Counter[int]] = []  # by process, for each poll that found connections
         self.rss_bytes = 0
 
     def __enter__(self) -> Self:
@@ -197,9 +197,9 @@ class WorkerMonitor:
                     if "pyspark" not in " ".join(process.cmdline()[:4]):
                         continue
                     count = sum(
-                        bool(each.raddr) and each.raddr.port in self._ports
-                        for each in process.net_connections("tcp")
-                        if each.status == psutil.CONN_ESTABLISHED
+                        bool(connection.raddr) and connection.raddr.port in self._ports
+                        for connection in process.net_connections("tcp")
+                        if connection.status == psutil.CONN_ESTABLISHED
                     )
                     if count:
                         found[process.pid] = count
@@ -231,10 +231,10 @@ def test_connections_are_few_for_each_worker(
 ) -> None:
     write(rows(spark, 4000, 256, tasks=4), ordinary_cluster.connect)
     with WorkerMonitor(ordinary_cluster) as watch:
-        # Each task has a worker that reads and one that writes.
+        # Each task has a worker that reads, and a worker that writes.
         table = spark.read.format("waltz").options(columns="data", minPartitions=8)
         write(table.load(ordinary_cluster.connect), ordinary_cluster.connect)
-    servers = sum(each.kind == "server" for each in ordinary_cluster.members)
+    servers = sum(member.kind == "server" for member in ordinary_cluster.members)
     assert watch.connected
     for found in watch.connected:
         assert sum(found.values()) < 2 * len(found) * servers
@@ -259,8 +259,8 @@ def test_a_workers_memory_depends_on_options_and_not_on_the_data(
         with WorkerMonitor(cluster) as writing:
             write(rows(spark, count, size), cluster.connect, **options)
         with WorkerMonitor(cluster) as reading:
-            found = spark.read.format("waltz").option("columns", "data").load(cluster.connect)
-            found.write.format("noop").mode("overwrite").save()
+            frame = spark.read.format("waltz").option("columns", "data").load(cluster.connect)
+            frame.write.format("noop").mode("overwrite").save()
     peaks = [watch.rss_bytes // MIB for watch in (writing, reading)]
     log.info("%d rows of %d bytes: MiB when writing and reading %s", count, size, peaks)
     # A worker has some 150 MiB at its start. The written data is twice as large.

@@ -37,7 +37,7 @@ def write(table: DataFrame, connect: str, **options: str) -> None:
 
 
 def is_one_sentence(error: BaseException) -> bool:
-    """Whether the last output is the class and the sentence, without a line of Java."""
+    """Whether the last output is the class and the message, without a line of Java."""
     shown = traceback.format_exception_only(error)
     last = f"waltz_core.errors.{type(error).__name__}: {error}\n"
     return shown == [last] and "\n" not in str(error) and "\tat org.apache" not in str(error)
@@ -63,7 +63,7 @@ def test_a_waltz_error_is_also_sparks_error(spark: SparkSession, connect: str) -
     assert isinstance(caught.value.__cause__, AnalysisException)
     assert "Java" not in "".join(traceback.format_exception(caught.value))
     assert type(waltz_spark.error_of(caught.value)) is errors.BadConfig
-    again = copy.copy(caught.value)  # as pickle does it
+    again = copy.copy(caught.value)  # `copy` uses the interface of pickle
     assert (type(again), str(again)) == (errors.BadConfig, str(caught.value))
 
 
@@ -187,7 +187,7 @@ def test_a_plain_spark_session_raises_the_error_of_spark(
     session_errors.raise_waltz_errors(spark)
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, startingHighWaterMarks="x")
-    # Once, however often: the cause is Spark's.
+    # After several calls, an error is converted only once: its cause is Spark's error.
     assert not isinstance(caught.value.__cause__, errors.WaltzError)
 
 
@@ -205,4 +205,4 @@ def test_unwrapping_survives_changed_internals_of_pyspark(
     with pytest.raises(AnalysisException, match="startingHighWaterMarks"):
         read(spark, connect, startingHighWaterMarks="x")
     monkeypatch.setattr(session_errors, "_patch_py4j", changed)
-    session_errors.raise_waltz_errors(spark)  # does nothing, and says so to the log only
+    session_errors.raise_waltz_errors(spark)  # does nothing, and logs this

@@ -41,7 +41,7 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
     table = str(tmp_path / "table")
     call = {"table": table, "key": "id", "changes": PAIRS}
     columns = "id long, op string, value long"
-    half = {each: end // 2 for each, end in end_marks(written).items()}
+    half = {partition: end // 2 for partition, end in end_marks(written).items()}
     waltz_spark.follow(
         spark,
         written.connect,
@@ -114,7 +114,7 @@ def test_several_tables_are_read_once_and_continue_after_an_end_between_their_co
         patched.setattr(MergedDeltaTable, "apply", applied)
         with pytest.raises(KeyboardInterrupt):
             follow_all()
-    newest = [max(marks_by_version(each).items())[1] for each in tables]
+    newest = [max(marks_by_version(table).items())[1] for table in tables]
     assert newest[0] != newest[1]
     assert follow_all() == dict.fromkeys(tables, end_marks(written))
     for each, changes in ((rules, None), (pairs, pair_changes)):

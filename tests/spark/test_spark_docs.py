@@ -38,7 +38,8 @@ def snippets(page: str) -> list[str]:
     """Return the snippets of a page, each at its line."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found = [
-        "\n" * (text.count("\n", 0, each.start()) + 1) + each[1] for each in SNIPPET.finditer(text)
+        "\n" * (text.count("\n", 0, match_.start()) + 1) + match_[1]
+        for match_ in SNIPPET.finditer(text)
     ]
     assert len(found) == text.count("```python")
     return found
@@ -147,12 +148,12 @@ def test_the_snippets_of_the_spark_page_work(
 
     reader.run(export)
     assert callable(reader.run(traces)["start"])  # test_task_spans.py calls such a function
-    # tests/spark/test_change_feed.py reads feeds; the payloads of this log are no changes of rows.
+    # tests/spark/test_change_feed.py reads feeds; the payloads of this log are not changes of rows.
     assert "_change_type" in reader.run(feed)["changes"].columns
 
 
 def stock(spark: SparkSession, snippet: str, folder: Path) -> dict[str, object]:
-    """Pass the function of a snippet to Spark, as the module that the snippet names."""
+    """Pass the function of a snippet to Spark, in a module with the name in the snippet."""
     function = snippet.strip().split("\n\n")[0]
     path = folder / "stock.py"
     path.write_text(STOCK + function + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
 
 
 class Statement(NamedTuple):
-    """One statement of the docs; `refusal` is the error of one that cannot be executed."""
+    """One statement of the docs; `refusal` is the expected error of a statement that must fail."""
 
     text: str
     refusal: str | None
@@ -88,8 +88,8 @@ def test_every_statement_of_the_docs_works_or_is_rejected_as_documented(
     # The function of the docs is the client library's lock.
     keys = [0, 1, -1, 2**31, -(2**31), 2**63 - 1, -(2**63)]
     names = ["account", "", "grüße", "a-very-long-lock-name-that-overflows-int-hash-arithmetic"]
-    found = sql.createDataFrame([(n, k) for n in names for k in keys], "n string, k long")
-    for row in found.selectExpr("n", "k", "waltz_lock(n, k) AS hash").collect():
+    frame = sql.createDataFrame([(n, k) for n in names for k in keys], "n string, k long")
+    for row in frame.selectExpr("n", "k", "waltz_lock(n, k) AS hash").collect():
         assert row.hash == lock(row.n, row.k)
     (text,) = sql.sql("SELECT waltz_lock('aircraft', crc32('N14228'))").collect()
     assert text[0] == lock("aircraft", "N14228")
@@ -157,8 +157,8 @@ def test_a_table_gets_its_options_at_each_use(
     sql.sql("SELECT 2 AS partition, CAST('y' AS BINARY) AS data").writeTo("log").option(
         "connect", connect
     ).append()
-    found = since(sql, marks, connect).select("partition", "data").collect()
-    assert sorted((row.partition, bytes(row.data)) for row in found) == [(1, b"x"), (2, b"y")]
+    rows = since(sql, marks, connect).select("partition", "data").collect()
+    assert sorted((row.partition, bytes(row.data)) for row in rows) == [(1, b"x"), (2, b"y")]
     text = f"SELECT count(*) FROM log WITH (connect = '{connect}', partitions = '1')"
     assert sql.sql(text).first()[0] == marks[1] + 2
     with pytest.raises(errors.BadConfig, match=r"did you mean 'minPartitions'\?"):

@@ -40,12 +40,12 @@ class WaltzAndSpark:
 
     def ports(self, kind: str) -> tuple[int, ...]:
         """Return the ports at which members of a kind listen for clients."""
-        return tuple(each.port for each in self.waltz.members if each.kind == kind)
+        return tuple(member.port for member in self.waltz.members if member.kind == kind)
 
     @property
     def hosts(self) -> set[str]:
-        """Where Spark's workers are."""
-        return {each.address for each in self.spark.worker_hosts}
+        """The addresses of Spark's workers."""
+        return {worker_host.address for worker_host in self.spark.worker_hosts}
 
     def total(self, metric: str) -> float:
         """Return a counter's sum over its labels and over all daemons that have it."""
@@ -99,9 +99,9 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(
         "zone": "UTC",
         "rows_in_batch": "10000",
     }
-    assert {each["Host"] for each in job.attempts() if each["won"]} == programs.hosts
+    assert {attempt["Host"] for attempt in job.attempts() if attempt["won"]} == programs.hosts
 
-    # A reader through a server has it look into its cache, or fetch from a storage.
+    # If a task had read through a server, the server would have read its cache, or fetched records.
     assert programs.total("waltz_server_cache_reads_total") == 0
     assert programs.total("waltz_server_fetched_bytes_total") == 0
     assert programs.total("waltz_storage_read_bytes_total") > COUNT * ROW_BYTES
@@ -118,7 +118,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(
 def test_executors_that_reach_servers_only_read_and_write(
     programs: WaltzAndSpark, tmp_path: Path
 ) -> None:
-    """ZooKeeper and the storages are behind a wall; the driver reaches all."""
+    """A firewall blocks ZooKeeper and the storages for the executors, but not for the driver."""
     if not programs.spark.hub.has_own_network:
         pytest.skip("separate networks on one machine need network namespaces")
     with WaltzClient(programs.waltz.connect) as client:
@@ -155,11 +155,11 @@ def test_two_concurrent_attempts_of_a_task_write_each_row_once(
         "speculation_job.py", programs.waltz.connect, str(tmp_path), imports_tests=True
     )
     assert job.exit_code == 0, job.errors[-6_000:]
-    attempts = [each for each in job.attempts() if each["Index"] == SLOW_TASK]
+    attempts = [attempt for attempt in job.attempts() if attempt["Index"] == SLOW_TASK]
     assert len(attempts) == 2 * len(WRITES)
     for first, second in zip(attempts[::2], attempts[1::2], strict=True):
         assert (second["Attempt"], second["Speculative"]) == (1, True)
         assert first["Host"] != second["Host"]
         assert (first["won"], second["won"]) == (False, True)
     for write in WRITES:
-        assert (tmp_path / write / "first continues").exists()  # while the second was inside, too
+        assert (tmp_path / write / "first continues").exists()  # while the second attempt ran, too

@@ -43,11 +43,11 @@ def append(connect: str, count: int, *, partition: int | None = None, tag: str =
 
 def marks_of(connect: str) -> dict[int, int]:
     with WaltzClient(connect) as client:
-        return {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        return {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
 
 
 def as_json(marks: dict[int, int]) -> str:
-    return json.dumps({str(each): mark for each, mark in marks.items()})
+    return json.dumps({str(partition): mark for partition, mark in marks.items()})
 
 
 def stream(spark: SparkSession, connect: str, **options: object) -> DataFrame:
@@ -97,7 +97,7 @@ def test_a_stream_continues_from_its_checkpoint(
         await_end(into_files(stream(spark, connect, **starting), tmp_path))
         files = spark.read.parquet(str(tmp_path / "files"))
         assert files.count() == files.distinct().count() == 40 * times
-    # With nothing new there is nothing more.
+    # Without new transactions, there is no further batch.
     await_end(into_files(stream(spark, connect, **starting), tmp_path))
     assert spark.read.parquet(str(tmp_path / "files")).count() == 80
 
@@ -123,10 +123,12 @@ def test_a_micro_batch_respects_its_limit(
         spark, connect, startingHighWaterMarks=as_json(start_marks), maxTransactionsPerTrigger=20
     )
     query = await_end(into_files(table, tmp_path))
-    counts = [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]
+    counts = [
+        progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]
+    ]
     assert counts == [20, 20, 10]
-    ends = [json.loads(each["sources"][0]["endOffset"]) for each in query.recentProgress]
-    assert ends[0]["0"] - start_marks[0] == 16  # shared out by how far each lags
+    ends = [json.loads(progress["sources"][0]["endOffset"]) for progress in query.recentProgress]
+    assert ends[0]["0"] - start_marks[0] == 16  # the limit is divided in proportion to the lags
     assert ends[0]["1"] - start_marks[1] == 4
 
 
@@ -174,7 +176,7 @@ def test_the_lag_is_the_marks_minus_the_position_of_the_stream(
             pollInterval=0,
         )
         query = await_end(into_files(table, tmp_path))
-        assert [lag_of(each)[0][2] for each in query.recentProgress][:3] == [30, 10, 0]
+        assert [lag_of(progress)[0][2] for progress in query.recentProgress][:3] == [30, 10, 0]
         wait_until("three micro-batches are reported", lambda: len(reported) >= 3)
         assert [log[2] for (log,) in reported[:3]] == [30, 10, 0]
         wait_until("the end of the query is reported", lambda: str(query.id) not in listener.lags)
@@ -202,7 +204,7 @@ def test_a_start_by_time_reads_from_the_first_later_transaction(
         )
         new = [row.data for row in found if row.data.startswith("new")]
         assert new == ["new0", "new1", "new2"]
-    assert [row.data for row in found][-4:-3] == ["old4"]  # that of the last one's own time
+    assert [row.data for row in found][-4:-3] == ["old4"]  # with the same commit time
 
 
 WRONG = [
@@ -239,7 +241,7 @@ def test_a_checkpoint_past_the_end_of_the_log_is_data_loss(
     offsets = tmp_path / "checkpoint" / "offsets" / "0"
     text = offsets.read_text()
     lines = text.splitlines()
-    ahead = {str(each): mark + 1000 for each, mark in start_marks.items()}
+    ahead = {str(partition): mark + 1000 for partition, mark in start_marks.items()}
     offsets.write_text("\n".join([*lines[:-1], json.dumps(ahead)]))
     for crc in offsets.parent.glob(".*.crc"):
         crc.unlink()

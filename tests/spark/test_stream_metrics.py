@@ -30,7 +30,7 @@ def append(connect: str, partition: int, count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def long_metrics_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the log, however busy the machine is."""
+    """Let scrapes wait for the log, even on a busy machine."""
     monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", TEST_TIMEOUT_S)
 
 
@@ -45,7 +45,9 @@ def test_the_lag_of_a_query_grows_between_its_micro_batches(
     waltz_spark.export_metrics(separate_session, connect)
     with WaltzClient(connect) as client:
         labels = {"cluster": client.cluster().name, "query": "reader", "source": "0"}
-        start_marks = {str(each): mark for each, mark in client.high_water_marks().items()}
+        start_marks = {
+            str(partition): mark for partition, mark in client.high_water_marks().items()
+        }
     append(connect, 1, 3)
     rows = separate_session.readStream.format("waltz").option(
         "startingHighWaterMarks", json.dumps(start_marks)

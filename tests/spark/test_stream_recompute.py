@@ -32,7 +32,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def recreate(cluster: LocalCluster) -> None:
-    """Put another cluster in the place of one, at the same root of the same ZooKeeper."""
+    """Replace a cluster by another cluster, at the same root of the same ZooKeeper."""
     daemons = [member.name for member in cluster.members if member.kind != "zookeeper"]
     for name in reversed(daemons):
         cluster.kill(name)
@@ -90,7 +90,7 @@ class Reader:
 def test_a_running_stream_reports_a_recreated_log(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    later = 2  # less than was there before
+    later = 2  # fewer transactions than in the previous log
 
     def recreate_log() -> None:
         recreate(cluster)
@@ -119,7 +119,7 @@ def test_if_data_loss_is_allowed_a_recreated_log_is_read_from_its_start(
 
     def recreate_log() -> None:
         recreate(cluster)
-        new.update(append(cluster.connect, "new", 40))  # more than was there before
+        new.update(append(cluster.connect, "new", 40))  # more than in the previous log
 
     old = append(cluster.connect, "old", 10)
     reader = Reader(spark, cluster.connect, tmp_path, after=recreate_log, failOnDataLoss="false")
@@ -134,7 +134,7 @@ def test_if_data_loss_is_allowed_a_recreated_log_is_read_from_its_start(
 
 
 def plan_past_the_end(checkpoint: Path) -> None:
-    """Let the last micro-batch end at transaction 1000 of each partition, not done."""
+    """Change the last micro-batch: it is not committed, and ends at ID 1000 of each partition."""
     (last,) = (checkpoint / "commits").glob("0")
     last.unlink()
     offsets = checkpoint / "offsets" / "0"

@@ -20,7 +20,7 @@ from waltz_spark.datasource.source import WaltzDataSource
 
 pytestmark = pytest.mark.spark
 
-ROWS = 60  # in a file, and so in a micro-batch
+ROWS = 60  # the rows of a file, and of a micro-batch
 
 
 class StreamedTable:
@@ -30,7 +30,7 @@ class StreamedTable:
         self.spark, self.connect, self.path = spark, connect, path
         with WaltzClient(connect) as client:
             marks = client.high_water_marks(linearizable=True)
-        self.marks = json.dumps({str(each): int(mark) for each, mark in marks.items()})
+        self.marks = json.dumps({str(partition): int(mark) for partition, mark in marks.items()})
 
     def add_batch(self, number: int) -> None:
         """Add a file, the input of one micro-batch."""
@@ -38,7 +38,7 @@ class StreamedTable:
         table.write.mode("append").parquet(str(self.path / "in"))
 
     def add_to_first(self, number: int) -> None:
-        """Put another file's rows into the first micro-batch of a stream that begins again."""
+        """Add a file to the first micro-batch of a stream that begins again."""
         self.add_batch(number)
         all_rows = self.spark.read.parquet(str(self.path / "in")).coalesce(1)
         all_rows.write.parquet(str(self.path / "whole"))
@@ -70,7 +70,7 @@ class StreamedTable:
         return Counter(int(bytes(row.data)) for row in reader.load(self.connect).collect())
 
     def forget_commit(self, number: int) -> None:
-        """Leave the checkpoint as of a driver that died before Spark recorded a micro-batch."""
+        """Change the checkpoint, as if the driver had died before Spark recorded a micro-batch."""
         commits = self.path / "checkpoint" / "commits"
         for name in (f"{number}", f".{number}.crc"):
             (commits / name).unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def counted_once(batches: int) -> Counter[int]:
 
 @pytest.mark.core
 def test_a_batch_that_spark_has_not_recorded_is_not_written_again(target: StreamedTable) -> None:
-    """The driver dies between our commit and Spark's own."""
+    """The driver dies after the commit of Waltz, and before that of Spark."""
     target.add_batch(0)
     target.add_batch(1)
     target.run()
@@ -115,7 +115,7 @@ def test_a_batch_that_is_sent_again_with_other_rows_fails(target: StreamedTable)
 def test_a_micro_batch_that_was_written_but_not_committed_is_not_written_again(
     target: StreamedTable,
 ) -> None:
-    """The driver dies between the tasks and the commit; the next one finds all rows in the log."""
+    """The driver dies between the tasks and the commit; the next driver finds the rows."""
 
     class DyingSource(WaltzDataSource):
         @classmethod
@@ -183,7 +183,7 @@ def test_foreach_batch_with_a_name_and_a_number_is_written_once(target: Streamed
 
 @pytest.mark.core
 def test_a_named_job_that_failed_is_run_again(target: StreamedTable) -> None:
-    """The batch twin: rows that are in the log by then are not written again."""
+    """A batch write with a name: rows that the log already contains are not written again."""
     table = target.spark.range(0, 4_000, numPartitions=4).selectExpr(
         "CAST(IF(id = 3900 AND {fail}, raise_error('no'), id) AS string) AS data".format(
             fail="true"
@@ -198,7 +198,7 @@ def test_a_named_job_that_failed_is_run_again(target: StreamedTable) -> None:
         table.write.format("waltz").mode("append").options(**options).save(target.connect)
     row_count = sum(target.in_log().values())
     assert row_count > 0
-    for _ in range(2):  # the second one finds it done
+    for _ in range(2):  # the second run finds that the write is done
         right.write.format("waltz").mode("append").options(**options).save(target.connect)
         assert target.in_log() == Counter(dict.fromkeys(range(4_000), 1))
     again = waltz_spark.append(right.repartition(3), target.connect, **options)
@@ -238,5 +238,5 @@ def test_a_named_append_reports_its_first_run_and_rejects_other_rows(
             waltz_spark.append(days[day], connect, writeId="daily")
     empty = days["monday"].limit(0)
     results = [waltz_spark.append(empty, connect, writeId="empty") for _ in range(2)]
-    assert [each.already_committed for each in results] == [False, True]
-    assert [each.results.count() for each in results] == [0, 0]
+    assert [result.already_committed for result in results] == [False, True]
+    assert [result.results.count() for result in results] == [0, 0]

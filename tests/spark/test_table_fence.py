@@ -54,7 +54,7 @@ def marks_up_to(*marks: int) -> TableMarks:
 def test_a_table_accepts_one_of_two_commits_prepared_on_the_same_marks(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Also if the marks of the later one cover more transactions, in other partitions."""
+    """The later commit is rejected even if it has more transactions, in other partitions."""
     first, second = (open_table(spark, tmp_path / "table") for _ in range(2))
     assert first.marks(NAME) is None
     first.create(NAME)
@@ -86,7 +86,7 @@ def test_a_table_accepts_one_of_two_commits_prepared_on_the_same_marks(
 def test_a_table_without_marks_accepts_only_one_first_commit(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """The user has created it, and two followers have other starts."""
+    """The user has created the table. Two followers have different starts."""
     table = tmp_path / "table"
     spark.sql(
         f"CREATE TABLE delta.`{table}` (id BIGINT, _partition INT, _transaction_id BIGINT) "
@@ -102,12 +102,12 @@ def test_a_table_without_marks_accepts_only_one_first_commit(
     assert first.apply(change(spark, 2), marks_up_to(2, -1))
 
 
-# The same search in the history of the table finds both.
+# The follower finds both kinds of commits by the same search in the table's history.
 @pytest.mark.parametrize("other", [pytest.param("restore", marks=pytest.mark.slow), "follower"])
 def test_another_commit_between_a_read_and_a_merge_is_found(
     spark: SparkSession, tmp_path: Path, other: str
 ) -> None:
-    """Also by the next process, and behind commits that change no row."""
+    """The next process finds it, too, even before commits that change no row."""
     first, second = (open_table(spark, tmp_path / "table") for _ in range(2))
     first.create(NAME)
     first.finish()
@@ -130,7 +130,7 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
             OtherCommit(2, "RESTORE") if other == "restore" else OtherCommit(2, "MERGE", "other")
         )
         assert state.other_commits == [expected]
-    # A follower that starts later has no such commit.
+    # A follower that starts later has made no such commit.
     third = NAME._replace(follower="third")
     second.marks(third)
     second.apply(None, third)
@@ -138,7 +138,7 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
 
 
 def test_delta_compacts_no_files_after_a_commit(spark: SparkSession, tmp_path: Path) -> None:
-    """It would commit with the metadata of the follower."""
+    """A compaction would commit with the metadata of the follower."""
     target, table_name = open_table(spark, tmp_path / "table"), f"delta.`{tmp_path}/table`"
     target._session.conf.set("spark.databricks.delta.autoCompact.minNumFiles", "2")
     spark.sql(
@@ -160,7 +160,7 @@ def test_each_version_of_a_table_with_two_followers_is_a_replay_of_its_marks(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each version is a replay of its marks, although the second one commits before each MERGE."""
+    """This holds although the second follower commits before each MERGE of the first."""
     table = str(tmp_path / "table")
     apply = MergedDeltaTable.apply
     ends_of_second = iter([{0: 3, 1: 40}, {0: 45, 1: 41}, {0: 46, 1: 70}])
@@ -184,7 +184,7 @@ def test_each_version_of_a_table_with_two_followers_is_a_replay_of_its_marks(
 
 def test_a_table_has_one_follower(spark: SparkSession, written: WrittenLog, tmp_path: Path) -> None:
     table = tmp_path / "table"
-    half = {each: end // 2 for each, end in end_marks(written).items()}
+    half = {partition: end // 2 for partition, end in end_marks(written).items()}
     follow_table(spark, written.connect, str(table), until=half)
     df = transactions(spark.read, written.connect)
 

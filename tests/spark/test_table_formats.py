@@ -39,7 +39,7 @@ ID = StructType([StructField("id", LongType())])
 
 
 class ProcessKilled(BaseException):
-    """The process ends here."""
+    """The process was killed."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def content(session: SparkSession, table: str, snapshot: int | None = None) -> T
 
 
 def marks_by_snapshot(session: SparkSession, table: str) -> dict[int, dict[int, int]]:
-    """Return the marks of the snapshots that `main` has had, the oldest one first."""
+    """Return the marks of all snapshots in the history of `main`, oldest first."""
     session.sql(f"REFRESH TABLE {table}")
     rows = session.sql(
         "SELECT h.snapshot_id, s.summary['waltz.marks'] "
@@ -82,11 +82,11 @@ def marks_by_snapshot(session: SparkSession, table: str) -> dict[int, dict[int, 
 
 
 def check_snapshots(session: SparkSession, written: WrittenLog, table: str) -> None:
-    """Each snapshot has the rows of its marks, and marks never decrease."""
+    """Check that each snapshot has the rows up to its marks, and that marks never decrease."""
     before = dict.fromkeys(range(PARTITION_COUNT), -1)
     for snapshot, marks in marks_by_snapshot(session, table).items():
         assert content(session, table, snapshot) == written.replayed(marks)
-        assert all(mark >= before.get(each, -1) for each, mark in marks.items())
+        assert all(mark >= before.get(partition, -1) for partition, mark in marks.items())
         before = marks
 
 
@@ -184,7 +184,7 @@ def test_a_driver_that_ends_at_any_statement_continues(
                 raise ProcessKilled
             try:
                 return sql(session, text)
-            finally:  # also after the error of a table that does not exist yet
+            finally:  # also after the error that the table does not exist yet
                 if is_fatal:
                     raise ProcessKilled
 
@@ -272,7 +272,7 @@ def test_the_later_commit_of_two_followers_of_an_iceberg_table_is_rejected(
 def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
     iceberg_session: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Also in a table of the user. The second follower commits during the pause."""
+    """The second follower commits during the pause. The user may have created the table."""
     table = f"{CATALOG_NAME}.shop.paused_{step}"
     if step == "append":
         columns = "id BIGINT, _log_partition INT, _transaction_id BIGINT"
@@ -317,7 +317,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
     merge = MergedIcebergTable._merge_into
 
     def merged(self: MergedIcebergTable, *args: Any) -> None:
-        opened(iceberg_session, warehouse, table).marks(NAME)  # another one starts
+        opened(iceberg_session, warehouse, table).marks(NAME)  # another follower starts
         merge(self, *args)
         opened(iceberg_session, warehouse, table).marks(NAME)
 
@@ -327,7 +327,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
     second.marks(NAME)
 
     def merge_late(self: MergedIcebergTable, *args: Any) -> None:
-        if self is first:  # the commit of the second one removes the branch
+        if self is first:  # the commit of the second follower removes the branch
             assert second.apply(changes(iceberg_session, 2), marks_up_to(2))
         merge(self, *args)
 
@@ -385,7 +385,7 @@ def test_an_iceberg_table_is_created_after_a_temporary_error(
 def test_the_marks_of_an_iceberg_table_match_its_rows(
     iceberg_session: SparkSession, warehouse: Path
 ) -> None:
-    """After deletes of absent keys, and after a rollback."""
+    """The test deletes absent keys, and rolls the table back."""
     table = f"{CATALOG_NAME}.shop.marked"
     target = opened(iceberg_session, warehouse, table)
     assert target.marks(NAME) is None
@@ -419,7 +419,7 @@ def test_the_marks_of_an_iceberg_table_match_its_rows(
 def test_columns_of_an_iceberg_table_may_be_declared_later(
     iceberg_session: SparkSession, written: WrittenLog
 ) -> None:
-    """The user has created the table, without the columns of the place."""
+    """The user has created the table, without the position columns."""
     table = f"{CATALOG_NAME}.shop.wider"
     iceberg_session.sql(
         f"CREATE TABLE {table} (id BIGINT, op STRING) USING iceberg PARTITIONED BY (op)"
@@ -461,7 +461,7 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
 def test_structs_that_gain_fields_keep_their_values(
     iceberg_session: SparkSession, connect: str, tmp_path: Path, table_format: str
 ) -> None:
-    """Also in lists. The user adds the fields to the table: `follow` changes no declared type."""
+    """The structs may be in lists. The user adds the fields: `follow` changes no declared type."""
     table = f"{CATALOG_NAME}.shop.structs" if table_format == "iceberg" else str(tmp_path / "table")
     name = table if table_format == "iceberg" else f"delta.`{table}`"
 
@@ -480,7 +480,7 @@ def test_structs_that_gain_fields_keep_their_values(
         assert all(row["places"] == [row["at"]] for row in found)
         return [row["at"].asDict() for row in found]
 
-    start = append_and_return_marks(connect, *(payload(each, x=each) for each in range(3)))
+    start = append_and_return_marks(connect, *(payload(number, x=number) for number in range(3)))
     follow_structs("x: long", start=start)
     assert rows() == [{"x": 0}, {"x": 1}, {"x": 2}]
     append_and_return_marks(connect, payload(1, x=7, y="a"), payload(3, y="b"))

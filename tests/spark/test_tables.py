@@ -145,7 +145,7 @@ def test_each_follower_continues_a_table_of_the_other_follower(
 def test_changed_rules_for_an_existing_table_are_an_error(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
-    """A table of `upsert` has no headers until `follow` has written it."""
+    """A table that `upsert` wrote stores no headers until `follow` has written to it."""
     table, other = str(tmp_path / "table"), str(tmp_path / "other")
     upsert(transactions(spark.read, written.connect), written.connect, other)
     append(written, seed=11)
@@ -172,7 +172,7 @@ def test_a_named_table_without_rows_is_followed_from_a_start(
     spark.sql(f"CREATE DATABASE named LOCATION '{tmp_path}/named'")
     columns = "id BIGINT, op STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
     spark.sql(f"CREATE TABLE named.accounts ({columns}) USING delta")
-    start = {each: end // 2 for each, end in end_marks(written).items()}
+    start = {partition: end // 2 for partition, end in end_marks(written).items()}
     marks = follow_table(
         spark, written.connect, "named.accounts", start=start, batch_transactions=1000
     )
@@ -192,7 +192,7 @@ def test_a_named_table_without_rows_is_followed_from_a_start(
     assert read_table(tmp_path / "named" / "created") == {}
 
 
-# One comparison in the product rejects both.
+# The same comparison in the product rejects both texts.
 @with_delta
 @pytest.mark.parametrize(
     "text", ["", pytest.param("__HIVE_DEFAULT_PARTITION__", marks=pytest.mark.slow)]
@@ -200,13 +200,13 @@ def test_a_named_table_without_rows_is_followed_from_a_start(
 def test_a_text_that_delta_reads_as_null_fails(
     spark: SparkSession, tmp_path: Path, connect: str, text: str
 ) -> None:
-    """Delta writes it as null, so the next change of this key would insert a second row."""
+    """Delta stores the text as null, so the next change of this key would insert a second row."""
     table = tmp_path / "table"
     columns = "day STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
     spark.sql(f"CREATE TABLE delta.`{table}` ({columns}) USING delta PARTITIONED BY (day)")
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         call = {"table": str(table), "key": "day", "schema": "day string, value long"}
-        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        start = {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
         for day, more in (("mon", {"start": start}), ("tue", {})):
             client.append(msgpack.packb({"day": day, "value": 1}), partition=0).result()
             waltz_spark.follow(spark, connect, **call, **more, until="now")
@@ -230,7 +230,7 @@ def test_timestamps_in_a_partition_column_survive_the_end_of_daylight_saving_tim
     texts = [f"2026-10-25T0{hour}:30:00Z" for hour in range(2)]
     call = {"table": str(table), "key": "seen", "schema": "seen timestamp", "dataFormat": "json"}
     with WaltzClient(connect, PATIENT_CLIENT) as client:
-        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        start = {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
         for text in texts:
             client.append(json.dumps({"seen": text}).encode(), partition=0).result()
     waltz_spark.follow(session, connect, **call, start=start, until="now")
@@ -293,7 +293,7 @@ def test_a_restored_table_and_lost_marks_are_errors(
         spark, written.connect, str(table), follower="again", start=marks
     ) == end_marks(written)
     assert read_table(table) == written.replayed(end_marks(written))
-    # Commits without the metadata of this follower, as after a clean-up of the log.
+    # Commits without the metadata of this follower, as after a clean-up of Delta's log.
     for commit in sorted((table / "_delta_log").glob("*.json")):
         commit.write_text(
             commit.read_text().replace('\\"follower\\":\\"again\\"', '\\"follower\\":\\"x\\"')
@@ -331,7 +331,7 @@ def test_column_types_equal_those_of_the_follower_without_spark(
         "rate": ("double", "double"),
     }
     with WaltzClient(connect, PATIENT_CLIENT) as client:
-        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        start = {int(partition): int(mark) for partition, mark in client.high_water_marks().items()}
         row = {"id": "a", "amount": "1.50", "seen": 5, "data_of": b"\x00", "rate": 0.5}
         client.append(msgpack.packb(row), partition=0).result()
         client.append(msgpack.packb({"id": "b"}), partition=0).result()
@@ -370,7 +370,7 @@ def test_columns_may_be_declared_later_and_others_are_errors(
 
 
 class FollowerEnded(BaseException):
-    """A follower has ended."""
+    """A follower was ended."""
 
 
 @with_delta
@@ -402,7 +402,7 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
     text = page.read_text(encoding="utf-8").replace("/lake/", f"{tmp_path}/")
     tables_page = (ROOT / "docs/tables.md").read_text(encoding="utf-8")
     session, *rest = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    compile(session, page, "exec")  # it starts another Spark
+    compile(session, page, "exec")  # this snippet starts another Spark session
     names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
     options = {"storage_count": 1, "server_count": 1, "partition_count": 1}
     with waltz_core.local.running_cluster(tmp_path / "local", **options) as cluster:
@@ -442,7 +442,7 @@ def append_and_return_marks(connect: str, *rows: tuple[int, dict]) -> dict[int, 
 def test_a_first_run_that_fails_leaves_no_table(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    """So the next one may have another type and another start, also with a name."""
+    """So the next run may use other types and another start. The table has a path or a name."""
     start = append_and_return_marks(
         connect, (0, {"id": 1, "value": "a"}), (1, {"id": 2, "value": "b"})
     )

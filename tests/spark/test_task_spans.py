@@ -45,13 +45,15 @@ def test_each_task_of_a_write_and_a_read_has_a_span(
     spark.sparkContext.addPyFile(str(module))
     function = f"{module.stem}:start"
     with WaltzClient(connect) as client:
-        start_marks = {str(each): mark for each, mark in client.high_water_marks().items()}
+        start_marks = {
+            str(partition): mark for partition, mark in client.high_water_marks().items()
+        }
     rows = spark.range(30).selectExpr("cast(cast(id as string) as binary) as data").repartition(2)
     rows.write.format("waltz").mode("append").option("traces", function).save(connect)
     written = scan_ranges_of(out, "waltz write task")  # exported before the task ended
     assert len(written) == 2
-    assert sum(each["attributes"]["waltz.committed"] for each in written) == 30
-    assert {each["attributes"]["spark.partition_id"] for each in written} == {0, 1}
+    assert sum(span["attributes"]["waltz.committed"] for span in written) == 30
+    assert {span["attributes"]["spark.partition_id"] for span in written} == {0, 1}
     reader = spark.read.format("waltz").option("startingHighWaterMarks", json.dumps(start_marks))
     assert reader.option("traces", function).load(connect).count() == 30
     wait_until(

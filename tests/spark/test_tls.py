@@ -16,7 +16,7 @@ def test_the_connect_string_takes_spark_through_tls(spark: SparkSession, tmp_pat
     rows = spark.range(3_000).selectExpr("CAST(CAST(id AS STRING) AS BINARY) AS data")
     with running_cluster(tmp_path / "local", tls=file) as cluster:
         without_options = cluster.connect.partition("?")[0]
-        # With a certificate, which storages ask for; and without, from servers alone.
+        # With a certificate, which storages require, and without one, from servers only.
         for number, words in enumerate((str(file), certificates.authorities), 1):
             connect = f"{without_options}?tls={words}"
             rows.write.format("waltz").mode("append").save(connect)

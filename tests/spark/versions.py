@@ -10,9 +10,9 @@ PYSPARK_VERSION = tuple(map(int, pyspark.__version__.split(".")[:2]))
 
 
 def first_shown_text(error: object) -> str:
-    """Return the part of an error of a stream that has our sentence: its first line.
+    """Return the line of a stream's error that has the message of Waltz.
 
-    Before 4.2 Spark's own sentence and a stack come first.
+    Before 4.2, a message of Spark and a stack precede it.
     """
     return str(error).splitlines()[0] if PYSPARK_VERSION >= (4, 2) else str(error)
 

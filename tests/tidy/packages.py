@@ -38,13 +38,15 @@ class PackagedDaemon(NamedTuple):
 @cache
 def yaml_documents(path: Path) -> list[dict[str, Any]]:
     """Return the documents of a YAML file."""
-    return [each for each in yaml.safe_load_all(path.read_text(encoding="utf-8")) if each]
+    return [
+        document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document
+    ]
 
 
 def image_variables() -> dict[str, str]:
     """Return the variables that the image sets."""
-    found = _ENV.findall((DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8"))
-    return dict(each.split("=", 1) for line in found for each in line.split())
+    matches = _ENV.findall((DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8"))
+    return dict(each.split("=", 1) for line in matches for each in line.split())
 
 
 def compose_services() -> dict[str, dict[str, Any]]:
@@ -64,7 +66,9 @@ def compose_daemons() -> Iterator[PackagedDaemon]:
 def manifests_of_kind(kind: str, path: Path = MANIFESTS_FILE) -> dict[str, dict[str, Any]]:
     """Return the manifests of a kind, by name."""
     return {
-        each["metadata"]["name"]: each for each in yaml_documents(path) if each.get("kind") == kind
+        yaml_document["metadata"]["name"]: yaml_document
+        for yaml_document in yaml_documents(path)
+        if yaml_document.get("kind") == kind
     }
 
 
@@ -83,9 +87,9 @@ def kubernetes_daemons(directory: Path, path: Path = MANIFESTS_FILE) -> Iterator
     (settings,) = manifests_of_kind("ConfigMap", path).values()
     for name, text in settings["data"].items():
         (directory / name).write_text(text, encoding="utf-8")
-    for name, found in replicated_workloads(path).items():
-        (container,) = pod_specification(found)["containers"]
-        for number in range(found["spec"]["replicas"]):
+    for name, workload in replicated_workloads(path).items():
+        (container,) = pod_specification(workload)["containers"]
+        for number in range(workload["spec"]["replicas"]):
             pod = f"{name}-{number}"
             variables = {
                 each["name"]: each["value"].replace("$(POD_NAME)", pod)

@@ -27,7 +27,7 @@ class SourceFile(NamedTuple):
 def parse_source(path: str) -> SourceFile:
     """Return a file of Python."""
     text = read_text(path)
-    gc.disable()  # a million nodes that stay: looking through them again and again takes longest
+    gc.disable()  # otherwise the collector examines a million nodes again and again
     tree = ast.parse(text)
     found = SourceFile(path, text, tree, tuple(ast.walk(tree)))
     gc.freeze()
@@ -81,6 +81,6 @@ def read_text(name: str) -> str:
 
 
 def fail_if_any(found: Collection[str], rule: str) -> None:
-    """Fail with the rule and every place that breaks it."""
+    """Fail with the rule, and with the locations that break it."""
     if found:
         pytest.fail("\n".join([f"{rule}:", *sorted(found)]), pytrace=False)

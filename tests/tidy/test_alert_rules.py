@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Cluster:
-    """The series of a cluster, and how they continue from a fault on."""
+    """The series of a cluster before and after a fault."""
 
     def __init__(self, before_min: int) -> None:
         self.before: dict[str, LinearValues] = {}
@@ -67,41 +67,41 @@ class Cluster:
             f"waltz_storage_denied_requests_total{{{at}}}": LinearValues(0),
         }
         for partition in PARTITIONS:
-            where = f'{{{at},partition="{partition}"}}'
+            labels = f'{{{at},partition="{partition}"}}'
             self.before |= {
-                f"waltz_storage_last_transaction{where}": LinearValues(0, 600),
-                f"waltz_storage_damaged_transactions{where}": LinearValues(0),
+                f"waltz_storage_last_transaction{labels}": LinearValues(0, 600),
+                f"waltz_storage_damaged_transactions{labels}": LinearValues(0),
             }
 
     def set(self, pattern: str, value: float, growth: float = 0) -> None:
         """Let the series whose names match have other values."""
-        names = [each for each in self.during if re.search(pattern, each)]
+        names = [name for name in self.during if re.search(pattern, name)]
         assert names, pattern
         self.during |= dict.fromkeys(names, LinearValues(value, growth))
 
     def grow(self, pattern: str, growth: float) -> None:
         """Let the series whose names match grow."""
-        names = [each for each in self.during if re.search(pattern, each)]
+        names = [name for name in self.during if re.search(pattern, name)]
         assert names, pattern
-        self.during |= {each: LinearValues(self.during[each].start, growth) for each in names}
+        self.during |= {name: LinearValues(self.during[name].start, growth) for name in names}
 
     def end(self, pattern: str) -> None:
         """End the series whose names match."""
-        names = [each for each in self.during if re.search(pattern, each)]
+        names = [name for name in self.during if re.search(pattern, name)]
         assert names, pattern
-        for each in names:
-            del self.during[each]
+        for name in names:
+            del self.during[name]
 
     def kill(self, *instances: str) -> None:
         """Let the scrapes of some daemons fail."""
-        for each in instances:
-            self.set(rf'^up{{.*instance="{each}', 0)
-            self.end(rf'^(waltz|process)_.*instance="{each}')
+        for instance in instances:
+            self.set(rf'^up{{.*instance="{instance}', 0)
+            self.end(rf'^(waltz|process)_.*instance="{instance}')
 
     def series(self) -> dict[str, FaultSeries]:
         """Return all series."""
         names = {**self.before, **self.during}
-        return {each: FaultSeries(self.before.get(each), self.during.get(each)) for each in names}
+        return {name: FaultSeries(self.before.get(name), self.during.get(name)) for name in names}
 
 
 def owned(server: str, partition: int) -> dict[str, LinearValues]:
@@ -112,8 +112,8 @@ def owned(server: str, partition: int) -> dict[str, LinearValues]:
         f"waltz_server_feed_lag_transactions{{{at}}}": LinearValues(0),
         f"waltz_server_unarchived_seconds{{{at}}}": LinearValues(700),
         **{
-            f'waltz_server_replica_in_sync{{{at},replica="{each}:15280"}}': LinearValues(1)
-            for each in STORAGES
+            f'waltz_server_replica_in_sync{{{at},replica="{storage}:15280"}}': LinearValues(1)
+            for storage in STORAGES
         },
     }
 
@@ -134,7 +134,7 @@ def append_times(server: str, replica: str, median_s: float) -> dict[str, Linear
 
 
 class Fault(NamedTuple):
-    """The alerts that a fault fires, and what changes in the series."""
+    """The alerts that a fault fires, and the changes of the series."""
 
     alerts: set[str]
     inject: Callable[[Cluster], None]
@@ -355,12 +355,12 @@ def test_a_fault_fires_its_alert_and_no_other(title: str, tmp_path: Path) -> Non
     fault = FAULTS[title]
     cluster = Cluster(fault.before_min)
     fault.inject(cluster)
-    found = firing_alerts(
+    alerts = firing_alerts(
         cluster.series(), tmp_path, before_min=fault.before_min, during_min=fault.during_min
     )
-    assert {each.name for each in found} == fault.alerts
-    for each in found:
-        check_texts(each)
+    assert {alert.name for alert in alerts} == fault.alerts
+    for alert in alerts:
+        check_texts(alert)
 
 
 def check_texts(alert: FiringAlert) -> None:
@@ -375,7 +375,7 @@ def check_texts(alert: FiringAlert) -> None:
 
 
 def test_each_alert_has_a_fault() -> None:
-    assert set().union(*(each.alerts for each in FAULTS.values())) == set(alert_rules())
+    assert set().union(*(fault.alerts for fault in FAULTS.values())) == set(alert_rules())
 
 
 @pytest.mark.parametrize("kind", ["rules", "config"])
@@ -394,7 +394,7 @@ def test_promtool_accepts_the_queries_of_the_dashboards(tmp_path: Path) -> None:
         for panel in json.loads(text)["panels"]
         for target in panel["targets"]
     ]
-    rules = [{"record": f"query{number}", "expr": each} for number, each in enumerate(queries)]
+    rules = [{"record": f"query{number}", "expr": query} for number, query in enumerate(queries)]
     path = tmp_path / "queries.json"
     path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
     result = subprocess.run(

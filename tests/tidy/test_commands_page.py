@@ -56,10 +56,10 @@ def test_every_command_of_a_page_exists():
     found = {page.name: commands_in(page.read_text(encoding="utf-8")) for page in PAGES}
     assert sum(map(len, found.values())) > 100
     wrong = [
-        f"{name}: {each}: {fault}"
+        f"{name}: {text}: {fault}"
         for name, texts in found.items()
-        for each in texts
-        for fault in faults(each)
+        for text in texts
+        for fault in faults(text)
     ]
     assert wrong == []
 
@@ -79,7 +79,7 @@ def test_errors_in_the_page_would_be_found(text, fault):
 
 
 @pytest.mark.parametrize(
-    "text", [each for group in COMMAND_GROUPS.values() for each in group.examples]
+    "text", [example for group in COMMAND_GROUPS.values() for example in group.examples]
 )
 def test_every_example_in_a_help_can_be_given(text, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
@@ -87,9 +87,9 @@ def test_every_example_in_a_help_can_be_given(text, monkeypatch):
 
 
 def test_the_overview_names_five_commands_that_exist():
-    found = commands_in(OVERVIEW.split("\n\n")[1].replace(")", "   "))
-    assert len(found) == 5
-    assert [fault for each in found for fault in faults(each)] == []
+    commands = commands_in(OVERVIEW.split("\n\n")[1].replace(")", "   "))
+    assert len(commands) == 5
+    assert [fault for command in commands for fault in faults(command)] == []
 
 
 def test_each_command_of_waltz_0_13_has_a_row_with_its_equivalent():

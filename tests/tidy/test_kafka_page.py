@@ -9,7 +9,7 @@ from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, LOG_COLUMNS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
 CELL = re.compile(r"(?<!\\)\|")
 NAME = re.compile(r"`([A-Za-z_]+)`")
-# Columns of a write, and other names in the column of Waltz that are not options.
+# Columns of a write, and other names in the table's column for Waltz that are not options.
 NOT_OPTIONS = {
     *LOG_COLUMNS,
     ERROR_COLUMN,

@@ -1,7 +1,7 @@
 """Every link of the documentation has a target; URLs are well-formed.
 
-The pages, the Markdown cells of the notebooks and the docstrings are parsed, so that links in code
-blocks do not count and reference-style links do. Nothing is fetched from the network.
+The pages, the Markdown cells of the notebooks and the docstrings are parsed. So links in code
+blocks are ignored, and reference-style links are found. Nothing is fetched from the network.
 """
 
 import ast
@@ -20,7 +20,7 @@ from markdown_it.token import Token
 from tests.tidy.sources import PROJECT_ROOT, fail_if_any, parse_source, read_text, tracked_files
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
-# `[text][name]` is still there as text if no line defines the name.
+# `[text][name]` remains text if no line defines the name.
 UNDEFINED = re.compile(r"\[[^\[\]]+\]\[[^\[\]]*\]")
 HTML_LINK = re.compile(r"\b(?:href|src)=\"([^\"]*)\"")
 HOST = re.compile(r"[\w-]+(\.[\w-]+)+(:\d+)?")
@@ -62,7 +62,7 @@ def links_of(page: str) -> Iterator[str]:
 
 @cache
 def anchors_of(page: str) -> frozenset[str]:
-    """Return by which names links can reach the sections of a page, as GitHub forms them."""
+    """Return the anchors of a page's sections, as GitHub forms them."""
     tokens = inline_tokens(page)
     seen: Counter[str] = Counter()
     anchors = set()
@@ -75,7 +75,7 @@ def anchors_of(page: str) -> frozenset[str]:
     return frozenset(anchors)
 
 
-def leads_somewhere(page: str, link: str) -> bool:
+def has_target(page: str, link: str) -> bool:
     """Return whether a link of a page is a well-formed URL, or has a file and a section."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
@@ -93,7 +93,7 @@ def test_every_link_leads_to_an_existing_target() -> None:
     links = [(page, link) for page in pages for link in links_of(page)]
     assert any(page.endswith(".ipynb") for page, _ in links)
     fail_if_any(
-        [f"{page}: {link}" for page, link in links if not leads_somewhere(page, link)],
+        [f"{page}: {link}" for page, link in links if not has_target(page, link)],
         "a link without a target",
     )
 
@@ -112,4 +112,4 @@ def test_every_link_leads_to_an_existing_target() -> None:
     ],
 )
 def test_a_broken_link_is_found(link: str) -> None:
-    assert not leads_somewhere("README.md", link)
+    assert not has_target("README.md", link)

@@ -11,7 +11,7 @@ from scripts.reference.alerts import RULES, alert_rules
 from tests.tidy.sources import PROJECT_ROOT
 from waltz_core.metrics import TABLE, MetricKind
 
-# Not those that a rule records, which have a colon.
+# Matches a metric, but not a metric that a rule records, whose name has a colon.
 METRIC = re.compile(r"(?<![\w:-])waltz_\w+(?!\w*:)")
 OF_PROMETHEUS = {"up", "process_start_time_seconds"}
 SUFFIXES = ("_bucket", "_sum", "_count")
@@ -35,9 +35,9 @@ def is_metric(name: str) -> bool:
 def test_each_metric_is_in_the_table(name: str) -> None:
     texts = {RULES.name: RULES, PAGE.name: PAGE}
     text = texts[name].read_text(encoding="utf-8") if name in texts else dashboards()[name]
-    found = set(METRIC.findall(text))
-    assert found
-    assert sorted(each for each in found if not is_metric(each)) == []
+    matches = set(METRIC.findall(text))
+    assert matches
+    assert sorted(each for each in matches if not is_metric(each)) == []
 
 
 def test_histograms_have_suffixes() -> None:
@@ -69,7 +69,7 @@ def labels_of(query: str) -> set[str]:
     if "sum by" in query:
         return set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query))))
     names = set(METRIC.findall(query)) & set(TABLE)
-    return {"instance"}.union(*(TABLE[each].labels for each in names))
+    return {"instance"}.union(*(TABLE[name].labels for name in names))
 
 
 @pytest.mark.parametrize("panel", PANELS)
@@ -89,7 +89,7 @@ def test_panels_do_not_overlap(name: str) -> None:
     occupied_cells: set[tuple[int, int]] = set()
     for panel in json.loads(dashboards()[name])["panels"]:
         x, y, width, height = (panel["gridPos"][key] for key in "xywh")
-        cells = {(each, row) for each in range(x, x + width) for row in range(y, y + height)}
+        cells = {(number, row) for number in range(x, x + width) for row in range(y, y + height)}
         assert x + width <= COLUMNS
         assert not cells & occupied_cells
         occupied_cells |= cells

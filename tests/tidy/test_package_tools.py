@@ -59,10 +59,12 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*values: str) -> str:
-    options = [word for each in values for word in ("--set-json" if "{" in each else "--set", each)]
+    options = [
+        word for value in values for word in ("--set-json" if "{" in value else "--set", value)
+    ]
     # Without a cluster, Helm assumes an old version that depends on how Helm was built.
-    where = ("--namespace", "waltz", "--kube-version", "1.30.0")
-    return run("helm", "template", "waltz", CHART_FOLDER, *where, *options).stdout
+    location = ("--namespace", "waltz", "--kube-version", "1.30.0")
+    return run("helm", "template", "waltz", CHART_FOLDER, *location, *options).stdout
 
 
 def test_hadolint_accepts_the_dockerfile() -> None:
@@ -89,10 +91,10 @@ def test_docker_compose_accepts_the_compose_file() -> None:
 def test_systemd_accepts_the_units(kind: str, tmp_path: Path) -> None:
     name = f"waltz-{kind}.service"
     text = (SYSTEMD_FOLDER / name).read_text(encoding="utf-8")
-    # It requires that the program exists.
+    # The tool requires that the program exists.
     unit = tmp_path / name
     unit.write_text(text.replace("/opt/waltz/bin/waltz-core", sys.executable), encoding="utf-8")
-    # It also succeeds if it ignores a line that it does not understand.
+    # The tool succeeds even if it ignores an unknown line, so its output is checked.
     assert name not in run("systemd-analyze", "verify", unit).stderr
 
 
@@ -110,7 +112,7 @@ def test_helm_accepts_the_chart() -> None:
 
 def test_the_manifests_are_those_of_the_chart() -> None:
     assert sorted(yaml_documents(MANIFESTS_FILE), key=str) == sorted(
-        (each for each in yaml.safe_load_all(rendered()) if each), key=str
+        (document for document in yaml.safe_load_all(rendered()) if document), key=str
     )
 
 

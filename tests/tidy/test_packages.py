@@ -131,7 +131,7 @@ def test_the_build_copies_existing_files_and_what_the_wheel_needs() -> None:
 def test_exposed_ports_are_those_of_the_daemons() -> None:
     text = (DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8")
     exposed = re.findall(r"(?m)^EXPOSE (.*)$", text)[0]
-    ports = {port for each in DEFAULT_PORTS.values() for port in each.values()}
+    ports = {port for default_port in DEFAULT_PORTS.values() for port in default_port.values()}
     assert {int(port) for port in exposed.split()} == ports
 
 
@@ -165,25 +165,29 @@ def test_the_health_check_of_the_image_reads_livez(variable: str, *, is_alive: b
 def test_daemons_of_the_compose_file_have_valid_settings() -> None:
     daemons = list(compose_daemons())
     kinds = ["storage"] * 3 + ["server"] * 2 + ["gateway"]
-    assert [each.command for each in daemons] == [[kind, "run"] for kind in kinds]
-    for each in daemons:
-        assert getattr(each.config, "advertised_host", each.name) == each.name
-        assert each.config.insecure_network
-        assert each.ports == DEFAULT_PORTS[each.command[0]]
-        assert parse_command(each.command)
+    assert [daemon.command for daemon in daemons] == [[kind, "run"] for kind in kinds]
+    for daemon in daemons:
+        assert getattr(daemon.config, "advertised_host", daemon.name) == daemon.name
+        assert daemon.config.insecure_network
+        assert daemon.ports == DEFAULT_PORTS[daemon.command[0]]
+        assert parse_command(daemon.command)
 
 
 def test_the_compose_file_creates_the_cluster_of_its_storages() -> None:
     services = compose_services()
     options = parse_command(services["create"]["command"])
-    storages = [each for each in compose_daemons() if isinstance(each.config, StorageConfig)]
-    assert list(options["storage"]) == [address_of(each) for each in storages]
+    storages = [
+        compose_daemon
+        for compose_daemon in compose_daemons()
+        if isinstance(compose_daemon.config, StorageConfig)
+    ]
+    assert list(options["storage"]) == [address_of(storage) for storage in storages]
     connects = {
         service["environment"]["WALTZ_CONNECT"]
         for name, service in services.items()
         if not name.startswith("zookeeper")
     }
-    assert {each.config.connect for each in storages} == connects
+    assert {storage.config.connect for storage in storages} == connects
     hosts = parse_connect_string(connects.pop()).hosts
     assert list(hosts) == [f"{name}:2181" for name in services if name.startswith("zookeeper")]
 
@@ -231,17 +235,17 @@ def test_units_permit_all_connections(unit: Path) -> None:
 
 def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
     kinds = ["server"] * 2 + ["storage"] * 3 + ["gateway"] * 2
-    assert [each.command[0] for each in pods] == kinds
-    for each in pods:
-        assert each.ports == DEFAULT_PORTS[each.command[0]]
-        assert each.config.http_host == each.config.listen_host == "0.0.0.0"
-        assert parse_command(each.command[:2])
-        if isinstance(each.config, GatewayConfig):
-            assert not each.config.insecure_network
+    assert [pod.command[0] for pod in pods] == kinds
+    for pod in pods:
+        assert pod.ports == DEFAULT_PORTS[pod.command[0]]
+        assert pod.config.http_host == pod.config.listen_host == "0.0.0.0"
+        assert parse_command(pod.command[:2])
+        if isinstance(pod.config, GatewayConfig):
+            assert not pod.config.insecure_network
             continue
-        assert each.config.access == "on"
-        _, set_name, namespace, *domain = each.config.advertised_host.split(".")
-        assert each.config.advertised_host.startswith(f"{each.name}.")
+        assert pod.config.access == "on"
+        _, set_name, namespace, *domain = pod.config.advertised_host.split(".")
+        assert pod.config.advertised_host.startswith(f"{pod.name}.")
         assert set_name in manifests_of_kind("Service")
         assert [namespace, *domain] == ["waltz", "svc", "cluster", "local"]
 
@@ -249,51 +253,53 @@ def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
 def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) -> None:
     files = tls_settings()
     assert TlsConfig(**files).tls == "on"
-    for found in replicated_workloads().values():
-        (container,) = pod_specification(found)["containers"]
+    for workload in replicated_workloads().values():
+        (container,) = pod_specification(workload)["containers"]
         mounts = {each["mountPath"] for each in container["volumeMounts"]}
         folders = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
         assert set(folders) <= mounts
-    for each in pods:
-        if isinstance(each.config, GatewayConfig):
-            assert each.config.https_certificate == files["tls_certificate"]
-            assert each.config.https_key == files["tls_key"]
+    for pod in pods:
+        if isinstance(pod.config, GatewayConfig):
+            assert pod.config.https_certificate == files["tls_certificate"]
+            assert pod.config.https_key == files["tls_key"]
             continue
-        settings_path = Path(parse_connect_string(each.config.connect).tls)
+        settings_path = Path(parse_connect_string(pod.config.connect).tls)
         assert settings_path.as_posix() == "/etc/waltz/settings/tls.toml"
         (tmp_path / settings_path.name).write_text(render_toml("tls", files), encoding="utf-8")
-        connect = each.config.connect.replace(str(settings_path.parent), str(tmp_path))
-        check_network(replace(each.config, connect=connect))
+        connect = pod.config.connect.replace(str(settings_path.parent), str(tmp_path))
+        check_network(replace(pod.config, connect=connect))
 
 
 def test_the_job_creates_the_cluster_of_the_storages(pods: list[PackagedDaemon]) -> None:
     (job,) = manifests_of_kind("Job").values()
     (container,) = pod_specification(job)["containers"]
     options = parse_command(container["args"])
-    storages = [address_of(each) for each in pods if isinstance(each.config, StorageConfig)]
-    assert list(options["storage"]) == [f"{each}:{group}" for group, each in enumerate(storages)]
-    (connect,) = {str(each.config.connect).partition("?")[0] for each in pods}
+    storages = [address_of(pod) for pod in pods if isinstance(pod.config, StorageConfig)]
+    assert list(options["storage"]) == [
+        f"{storage}:{group}" for group, storage in enumerate(storages)
+    ]
+    (connect,) = {str(pod.config.connect).partition("?")[0] for pod in pods}
     assert options["connect"] == connect
 
 
 def test_ports_and_probes_of_the_manifests() -> None:
-    for name, found in replicated_workloads().items():
-        (container,) = pod_specification(found)["containers"]
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    for name, workload in replicated_workloads().items():
+        (container,) = pod_specification(workload)["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         expected = DEFAULT_PORTS[name.rpartition("-")[2]]
         assert sorted(ports.values()) == sorted(expected.values())
         (service,) = (
-            each for each in manifests_of_kind("Service").values() if selects(each, found)
+            each for each in manifests_of_kind("Service").values() if selects(each, workload)
         )
-        assert {each["name"]: each["port"] for each in service["spec"]["ports"]} == ports
+        assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
         probes = {key: value for key, value in container.items() if key.endswith("Probe")}
-        assert {key: each["httpGet"]["path"] for key, each in probes.items()} == {
+        assert {key: probe["httpGet"]["path"] for key, probe in probes.items()} == {
             "startupProbe": "/livez",
             "livenessProbe": "/livez",
             "readinessProbe": "/readyz",
         }
-        assert {each["httpGet"]["path"] for each in probes.values()} <= PAGES
-        assert {each["httpGet"]["port"] for each in probes.values()} == {"http"}
+        assert {probe["httpGet"]["path"] for probe in probes.values()} <= PAGES
+        assert {probe["httpGet"]["port"] for probe in probes.values()} == {"http"}
 
 
 def selects(service: dict[str, dict[str, object]], found: dict[str, object]) -> bool:
@@ -308,16 +314,16 @@ def test_members_are_found_before_they_are_ready() -> None:
 
 
 def test_the_environment_of_pods_has_no_variables_of_services() -> None:
-    """WALTZ_SERVER_PORT of a service would be a setting."""
+    """The variable WALTZ_SERVER_PORT of a service would be read as a setting."""
     workloads = [*replicated_workloads().values(), *manifests_of_kind("Job").values()]
     assert len(workloads) == 4
-    assert not any(pod_specification(each)["enableServiceLinks"] for each in workloads)
+    assert not any(pod_specification(workload)["enableServiceLinks"] for workload in workloads)
 
 
 def test_each_kind_of_daemon_has_a_disruption_budget() -> None:
     budgets = manifests_of_kind("PodDisruptionBudget")
-    for name, found in replicated_workloads().items():
-        assert budgets[name]["spec"]["selector"] == found["spec"]["selector"]
+    for name, workload in replicated_workloads().items():
+        assert budgets[name]["spec"]["selector"] == workload["spec"]["selector"]
         assert budgets[name]["spec"]["maxUnavailable"] == 1
 
 

@@ -49,7 +49,7 @@ def test_every_row_is_listed_once_and_in_order():
     assert [int(number) for number, _ in ROW.findall(text)] == list(range(1, ROW_COUNT + 1))
 
 
-def is_there(line: str) -> bool:
+def target_exists(line: str) -> bool:
     """Return whether a line of the table names a test or a scenario that exists."""
     test, scenario = TEST.match(line), SCENARIO.match(line)
     if test is not None:
@@ -65,7 +65,7 @@ def test_a_row_names_tests_that_exist():
     fail_if_any(
         [f"row {each}" for each, lines in named.items() if not lines], "a row without a test"
     )
-    missing = [line for lines in named.values() for line in lines if not is_there(line)]
+    missing = [line for lines in named.values() for line in lines if not target_exists(line)]
     fail_if_any(missing, "no test or scenario has this name")
 
 
@@ -75,7 +75,7 @@ def test_no_file_is_mapped_into_memory():
         for each in sources_under("waltz_core")
         if "mmap" in each.text or "memmap" in each.text or "memory_map" in each.text
         for node in each.nodes
-        if (isinstance(node, ast.Import) and any(each.name == "mmap" for each in node.names))
+        if (isinstance(node, ast.Import) and any(alias.name == "mmap" for alias in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == "mmap")
         or (isinstance(node, ast.Attribute) and node.attr in {"memmap", "memory_map"})
     ]

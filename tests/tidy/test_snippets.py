@@ -1,11 +1,15 @@
 """Every fenced block of a page is checked, by the language that it names.
 
-Blocks that run elsewhere: the Python of docs/client.md in tests/integration/test_client_docs.py,
-its SQL in tests/fault/test_sql_instances.py,
-the commands of docs/security.md in tests/fault/test_security_page.py, the Python
-of README.md and docs/spark.md in tests/spark/test_spark_docs.py, of docs/payload-schemas.md in
-tests/spark/test_payload_schemas.py, the SQL of docs/spark.md in
-tests/spark/test_sql.py. test_commands_page.py checks the commands `waltz-core` in all blocks.
+Other tests run some blocks:
+
+    docs/client.md, Python           tests/integration/test_client_docs.py
+    docs/client.md, SQL              tests/fault/test_sql_instances.py
+    docs/security.md, commands       tests/fault/test_security_page.py
+    README.md, docs/spark.md, Python tests/spark/test_spark_docs.py
+    docs/spark.md, SQL               tests/spark/test_sql.py
+    docs/payload-schemas.md, Python  tests/spark/test_payload_schemas.py
+
+`test_commands_page.py` checks the commands `waltz-core` in all blocks.
 """
 
 import ast
@@ -124,12 +128,12 @@ def faults_of_toml(block: Block) -> Iterator[str]:
     except tomllib.TOMLDecodeError as error:
         yield str(error)
         return
-    if values and all(isinstance(each, dict) for each in values.values()):  # tables of `follow`
+    if values and all(isinstance(value, dict) for value in values.values()):  # tables of `follow`
         names = {name for section in values.values() for name in section}
         yield from sorted(names - set(TableOptions._fields[1:]))
         return
     for kind in CONFIG_TYPES_BY_KIND.values():
-        if values.keys() <= {each.name for each in fields(kind)}:
+        if values.keys() <= {field.name for field in fields(kind)}:
             try:
                 kind(**values)
             except BadConfig as error:
@@ -151,7 +155,7 @@ def faults_of_sql(block: Block) -> Iterator[str]:
 
 
 def no_faults(_block: Block) -> Iterator[str]:
-    """Output and diagrams; the tests below check the commands in them."""
+    """Accept output and diagrams; the tests below check the commands in them."""
     yield from ()
 
 
@@ -174,7 +178,7 @@ def faults(block: Block) -> list[str]:
 
 
 def test_every_fenced_block_is_valid():
-    assert [each for block in BLOCKS for each in faults(block)] == []
+    assert [fault for block in BLOCKS for fault in faults(block)] == []
 
 
 def test_blocks_of_each_language_are_found():

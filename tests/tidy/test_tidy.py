@@ -30,7 +30,7 @@ from waltz_core.config import CONFIG_TYPES_BY_KIND
 
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
-# Functions of tests that sleep because there is nothing to wait for.
+# Functions of tests that sleep because there is no condition to wait for.
 PLAIN_WAITS = ("wait_before_retry", "wait_for_nothing")
 # path -> why it may be longer
 FILES_LONGER_ON_PURPOSE = {
@@ -40,12 +40,13 @@ FILES_LONGER_ON_PURPOSE = {
     "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behavior",
 }
 FOLDER_FILES_MAX = 15
-# Packages whose files are pure, but for shells: those name one of SHELL_MODULES.
+# Packages whose files are pure, except for shells. A shell is a file that uses one of
+# SHELL_MODULES.
 PURE_PACKAGES = ("replication", "wire", "storage", "cluster", "server")
 SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
-# Unions that each machine has, and that are named with their module.
+# Unions that each machine defines, and that are always used with the name of their module.
 NAMES_WITH_A_MODULE = ("Event", "Effect")
-# A word in so many names of classes is in the glossary, unless every programmer knows it.
+# A word in this number of class names must be in the glossary, unless every programmer knows it.
 GLOSSARY_NAMES_MIN = 5
 ORDINARY_WORDS = frozenset(
     re.findall(
@@ -65,7 +66,7 @@ ORDINARY_WORDS = frozenset(
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
 LIBRARY_FILES = {
-    # A second CRC-32: the verifier of a disk shares no code with its writer.
+    # These files compute CRC-32 separately: the verifier of a disk shares no code with the writer.
     "crcmod": ("waltz_core/offline/layout.py",),
     "cryptography": ("waltz_core/encryption/envelopes.py", "waltz_core/encryption/keys.py"),
     "deltalake": ("waltz_core/tables/delta_table.py",),
@@ -97,8 +98,8 @@ LIBRARY_FILES = {
     ),
     "uvicorn": ("waltz_core/transport/http_port.py",),
 }
-# pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
-# In the core: rows in batches, with what they are made over, and codec and encryption of payloads.
+# Spark and the core exchange pyarrow data, so waltz_spark may use it anywhere. In the core, these
+# files may use it: rows in batches, and the encoding and encryption of payloads.
 ARROW_FILES = (
     "waltz_core/archive/objects.py",
     "waltz_core/archive/store.py",
@@ -186,7 +187,7 @@ def calls(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a dotted name as it is written, `a.b.c`; of other expressions only the attributes."""
+    """Return a dotted name such as `a.b.c`; for other expressions, only the attributes."""
     match node:
         case ast.Name():
             return node.id
@@ -223,7 +224,7 @@ def test_file_names_have_no_vague_words():
 
 
 def test_overviews_hold_prose_only():
-    """But for the packages whose interface applications use."""
+    """Exceptions are the packages whose interface applications use."""
     public = {
         f"{name}/__init__.py"
         for name in (
@@ -257,20 +258,20 @@ def test_folders_are_small_and_have_an_overview():
 def test_an_overview_mentions_each_file_of_its_folder():
     """The root packages are public. ARCHITECTURE.md lists the files of their layers."""
     silent = []
-    for each in product_sources():
-        folder, _, name = each.path.rpartition("/")
+    for product_source in product_sources():
+        folder, _, name = product_source.path.rpartition("/")
         if folder in ("waltz_core", "waltz_spark"):
             continue
         stem = name.removesuffix(".py")
         text = ast.get_docstring(parse_source(f"{folder}/__init__.py").tree) or ""
         if stem not in ("__init__", "__main__") and not re.search(rf"\b{stem}\b", text):
-            silent.append(each.path)
+            silent.append(product_source.path)
     fail_if_any(silent, "the folder's __init__.py does not mention it")
 
 
 def test_files_mentioned_in_texts_exist():
     paths = [Path(name).parts for name in tracked_files() if name.endswith(".py")]
-    endings = {"/".join(parts[at:]) for parts in paths for at in range(len(parts))}
+    endings = {"/".join(parts[start:]) for parts in paths for start in range(len(parts))}
     # Decisions also describe files of earlier versions.
     pages = [
         (name, read_text(name))
@@ -288,11 +289,11 @@ def test_files_mentioned_in_texts_exist():
 
 def test_pages_and_sections_mentioned_in_texts_exist():
     wrong = [
-        f"{name}: {' '.join(found.group().split())}"
+        f"{name}: {' '.join(match_.group().split())}"
         for name in hand_written_files()
         if ".md" in read_text(name)
-        for found in PAGE.finditer(LINK_TEXT.sub("(", read_text(name)).replace('" / "', "/"))
-        if not is_there(name, found)
+        for match_ in PAGE.finditer(LINK_TEXT.sub("(", read_text(name)).replace('" / "', "/"))
+        if not page_exists(name, match_)
     ]
     fail_if_any(wrong, "a text names a page or a section that does not exist")
 
@@ -302,33 +303,33 @@ def test_decisions_mentioned_in_texts_exist():
         int(path.name[:3]) for path in (PROJECT_ROOT / "docs" / "decisions").glob("[0-9]*.md")
     }
     missing = [
-        f"{name}: {found.group()}"
+        f"{name}: {match_.group()}"
         for name in hand_written_files()
         if "decision" in read_text(name)
-        for found in DECISION.finditer(read_text(name))
-        if int(found.group(1)) not in decision_numbers
+        for match_ in DECISION.finditer(read_text(name))
+        if int(match_.group(1)) not in decision_numbers
     ]
     fail_if_any(missing, "a text names a decision that does not exist")
 
 
-def is_there(naming: str, found: re.Match[str]) -> bool:
+def page_exists(source: str, mention: re.Match[str]) -> bool:
     """Return whether a page exists, relative to the root or to the folder of the given file."""
-    page = found.group(1)
+    page = mention.group(1)
     if "://" in page or "*" in page or page in PAGES_OF_USERS:
         return True
     paths = [
         path
-        for path in (PROJECT_ROOT / page, (PROJECT_ROOT / naming).parent / page)
+        for path in (PROJECT_ROOT / page, (PROJECT_ROOT / source).parent / page)
         if path.is_file()
     ]
     if not paths:
         return False
     titles = titles_of(paths[0])
-    if anchor := found["anchor"]:
+    if anchor := mention["anchor"]:
         return anchor in map(anchor_of, titles)
-    if number := found["number"]:
+    if number := mention["number"]:
         return any(re.match(rf"{re.escape(number)}[. ]", title) for title in titles)
-    return found["title"] is None or found["title"] in titles
+    return mention["title"] is None or mention["title"] in titles
 
 
 @cache
@@ -442,7 +443,7 @@ def test_each_third_party_library_has_one_interface():
 
 
 def test_every_pure_file_is_under_the_contract_of_pure_modules():
-    """import-linter checks only the modules that are listed; this checks the list."""
+    """import-linter checks only the listed modules; this test checks the list."""
     settings = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (contract,) = [
         each
@@ -502,15 +503,18 @@ def test_nothing_is_pickled_or_evaluated():
 
 
 def test_assertions_have_no_effect():
-    """Python can be configured to leave them out, with everything that they do."""
+    """Python can be configured to skip assertions, and with them their effects."""
     wrong = [
-        f"{s.path}:{each.lineno} does something: {ast.unparse(each)}"
+        f"{s.path}:{child_node.lineno} does something: {ast.unparse(child_node)}"
         for s in product_sources()
         for node in s.nodes
         if isinstance(node, ast.Assert)
-        for each in ast.walk(node)
-        if isinstance(each, ast.NamedExpr | ast.Await | ast.Yield)
-        or (isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] in CHANGES)
+        for child_node in ast.walk(node)
+        if isinstance(child_node, ast.NamedExpr | ast.Await | ast.Yield)
+        or (
+            isinstance(child_node, ast.Call)
+            and ast.unparse(child_node.func).split(".")[-1] in CHANGES
+        )
     ]
     fail_if_any(wrong, "assertions that have an effect")
 
@@ -525,10 +529,10 @@ def test_every_setting_is_read():
         if isinstance(node, ast.Attribute)
     }
     dead = [
-        f"{config_type.__name__}.{each.name}"
+        f"{config_type.__name__}.{field.name}"
         for config_type in CONFIG_TYPES_BY_KIND.values()
-        for each in fields(config_type)
-        if each.name not in read
+        for field in fields(config_type)
+        if field.name not in read
     ]
     fail_if_any(dead, "a setting that no file reads")
 
@@ -571,7 +575,7 @@ def test_skips_and_expected_failures_give_a_reason():
 
 
 def test_every_test_can_fail():
-    """It asserts, expects an exception, or calls something in its file that does."""
+    """A test asserts, expects an exception, or calls a function in its file that does."""
     idle = []
     for source in sources_of_tests():
         functions = [
@@ -597,7 +601,7 @@ def can_fail_by_assertion(function: ast.AST) -> bool:
 
 
 def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
-    """Return whether a function has something in it that may refuse the outcome."""
+    """Return whether a function contains a check that may fail."""
     asserting = {
         "fail_if_any",
         "raises",
@@ -614,7 +618,7 @@ def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
     )
 
 
-# --- Everything that is in the repository
+# --- All files of the repository
 
 
 def lines_with(pattern: re.Pattern[str], name: str) -> Iterator[tuple[str, str]]:
@@ -654,12 +658,12 @@ def test_a_log_line_is_the_name_of_an_event_and_its_fields():
 
 
 def test_a_field_with_spaces_is_the_last_one():
-    """It has no quotes, so a parser could not find a field after it; a hint has quotes."""
+    """The field has no quotes, so a parser could not find a field after it. A hint has quotes."""
     wrong = [
         event.name
         for event in events.events().values()
         if {"error", "reason", "message"}.intersection(
-            [each for each in event.fields if each != "hint"][:-1]
+            [field for field in event.fields if field != "hint"][:-1]
         )
     ]
     fail_if_any(wrong, "error, reason and message come last")

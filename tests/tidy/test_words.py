@@ -44,13 +44,15 @@ _WORD = re.compile("[a-z]+")
 def _texts() -> dict[str, str]:
     """Return the texts to check, by file, without pictures in notebooks."""
     names = (
-        each for each in tracked_files() if PurePath(each).suffix in READ or each == "Makefile"
+        tracked_file
+        for tracked_file in tracked_files()
+        if PurePath(tracked_file).suffix in READ or tracked_file == "Makefile"
     )
     return {name: _PICTURE.sub("", read_text(name)) for name in names if name != THE_LIST}
 
 
 def _found(name: str, words: str) -> list[str]:
-    # Words within names count as well: `is_told` has one.
+    # Words within names are found, too, as in `is_told`.
     pattern = re.compile(rf"(?<![a-zA-Z])({words})(?![a-zA-Z])", re.IGNORECASE)
     return [
         f"{name}:{number}: {line.strip():.100}"
@@ -60,7 +62,7 @@ def _found(name: str, words: str) -> list[str]:
 
 
 def test_texts_use_the_terms_of_the_field() -> None:
-    """A search for each pattern takes far longer than a look at the words that a file has."""
+    """The test collects the words of a file first: a search for each pattern takes longer."""
     for name, text in _texts().items():
         lower = text.lower()
         words_of_text = set(_WORD.findall(lower))

@@ -40,9 +40,9 @@ def test_workflows_are_pinned_and_have_few_permissions(workflow):
     content = yaml.safe_load(workflow.read_text(encoding="utf-8"))
     assert content["permissions"] in ({}, {"contents": "read"})
     assert all("timeout-minutes" in job for job in content["jobs"].values())
-    actions = [str(each["uses"]) for each in steps(workflow) if "uses" in each]
+    actions = [str(step["uses"]) for step in steps(workflow) if "uses" in step]
     assert actions
-    assert [each for each in actions if not PINNED.fullmatch(each)] == []
+    assert [action for action in actions if not PINNED.fullmatch(action)] == []
 
 
 def test_every_supported_python_is_checked():
@@ -58,7 +58,7 @@ def test_fields_of_an_issue_form_have_unique_labels_and_names(form):
     content = yaml.safe_load(form.read_text(encoding="utf-8"))
     assert {"name", "description", "body"} <= set(content)
     fields = [each for each in content["body"] if each["type"] != "markdown"]
-    names = [each["id"] for each in fields]
+    names = [field["id"] for field in fields]
     assert names
     assert len(set(names)) == len(names)
-    assert all(each["attributes"]["label"] for each in fields)
+    assert all(field["attributes"]["label"] for field in fields)

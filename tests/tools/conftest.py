@@ -17,7 +17,7 @@ UPSERT, DELETE = 1, 2
 
 
 class AccountsTable(NamedTuple):
-    """A log of accounts in JSON, and a Delta table that `waltz-core follow` makes of it."""
+    """A log of accounts in JSON, and the Delta table that `waltz-core follow` keeps."""
 
     client: WaltzClient
     connect: str
@@ -36,7 +36,7 @@ class AccountsTable(NamedTuple):
     def follow(self) -> dict[str, int]:
         """Apply the log up to its end; return the marks of the table."""
         columns = ("id:int64", "owner:string", "balance:int64")
-        declared = [word for each in columns for word in ("--column", each)]
+        declared = [word for column in columns for word in ("--column", column)]
         result = run_command(
             *("follow", str(self.table), "--connect", self.connect, "--data-format", "json"),
             *("--key", "id", *declared, "--delete-header", str(DELETE)),
@@ -54,10 +54,10 @@ def read_owners(database: Path) -> list[tuple[str, int, int]]:
 
 @pytest.fixture
 def accounts(tmp_path: Path) -> Iterator[AccountsTable]:
-    where = tmp_path / "cluster"
+    directory = tmp_path / "cluster"
     options = {"storage_count": 1, "server_count": 1, "partition_count": 2}
     with (
-        running_cluster(where, **options) as cluster,
+        running_cluster(directory, **options) as cluster,
         WaltzClient(cluster.connect, PATIENT_CLIENT) as client,
     ):
         found = AccountsTable(client, cluster.connect, tmp_path / "accounts")

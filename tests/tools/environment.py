@@ -19,15 +19,15 @@ def programs_of(tool: str) -> Path:
 
 def needs_tools(*tools: str) -> pytest.MarkDecorator:
     """Skip a test if one of its tools is not installed."""
-    missing = [each for each in tools if not (programs_of(each).parent / ".installed").exists()]
+    missing = [tool for tool in tools if not (programs_of(tool).parent / ".installed").exists()]
     reason = f"not installed: {', '.join(missing)} (run make test-tools)"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
 def tool_environment(*tools: str, **variables: str) -> dict[str, str]:
     """Return the environment variables of a process that uses tools; it reports to no one."""
-    path = [*(str(programs_of(each)) for each in tools), os.environ["PATH"]]
-    # NB: the worktree's sources win over an installed package, as in the test's own process.
+    path = [*(str(programs_of(tool)) for tool in tools), os.environ["PATH"]]
+    # The sources of this checkout precede an installed package, as in the process of the test.
     quiet = {"DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)}
     return {**os.environ, **quiet, "PATH": os.pathsep.join(path), **variables}
 

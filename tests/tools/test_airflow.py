@@ -64,7 +64,7 @@ def test_a_sensor_answers_whether_all_marks_are_reached(
         cwd=EXAMPLES / "airflow",
     )
     answers = [line for line in output.splitlines() if line.startswith("answer ")]
-    assert [each.removeprefix("answer ") for each in answers] == [
+    assert [answer.removeprefix("answer ") for answer in answers] == [
         *("True", "False", "True", "False", "False"),
         "expected either connect or table, found connect=None and table=None",
     ]

@@ -22,7 +22,7 @@ UNAVAILABLE = "HTTP/1.1 503 Service Unavailable"
 
 
 def pages(*requests, health):
-    """Return the answers of a daemon with this health, or whose health check raises this error."""
+    """Return the answers of a daemon whose health check returns a value, or raises an error."""
 
     async def find():
         if isinstance(health, Exception):
@@ -36,7 +36,7 @@ def pages(*requests, health):
             asyncio.timeout(TEST_TIMEOUT_S),
             serve_pages(metrics, find, host="127.0.0.1", port=0) as port,
         ):
-            return [await send_request(port, each) for each in requests]
+            return [await send_request(port, request) for request in requests]
 
     return net.run(main())
 

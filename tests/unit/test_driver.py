@@ -93,7 +93,7 @@ async def test_a_wakeup_can_be_moved_earlier_and_later():
     woken = asyncio.Event()
 
     def perform(_effect):
-        if machine.seen[-1][1] >= wanted:  # The timer was armed for the earlier time.
+        if machine.seen[-1][1] >= wanted:  # The timer was set for the earlier time.
             machine.wake_at_ms = None
             woken.set()
 

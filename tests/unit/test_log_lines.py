@@ -18,19 +18,19 @@ def line_of(template: object, *values: object, **extra: object) -> dict[str, obj
     vars(record).update(extra)
     line = JsonFormatter().format(record)
     assert "\n" not in line
-    found: dict[str, object] = json.loads(line)
-    return found
+    document: dict[str, object] = json.loads(line)
+    return document
 
 
 def fields_of(template: object, *values: object) -> dict[str, object]:
     """Return the JSON object without the keys that each line has."""
-    found = line_of(template, *values)
-    return {key: found[key] for key in found if key not in ("time", "level", "logger")}
+    line = line_of(template, *values)
+    return {key: line[key] for key in line if key not in ("time", "level", "logger")}
 
 
 def test_a_json_line_has_the_event_and_its_fields():
-    found = line_of("append.slow partition=%s took_ms=%d", 3, 250, created=1_700_000_000.25)
-    assert found == {
+    line = line_of("append.slow partition=%s took_ms=%d", 3, 250, created=1_700_000_000.25)
+    assert line == {
         "time": "2023-11-14T22:13:20.250Z",
         "level": "WARNING",
         "logger": "waltz_core.x",
@@ -38,24 +38,26 @@ def test_a_json_line_has_the_event_and_its_fields():
         "partition": 3,
         "took_ms": 250,
     }
-    assert [*found][:4] == ["time", "level", "logger", "event"]
+    assert [*line][:4] == ["time", "level", "logger", "event"]
 
 
 def test_json_values_keep_their_types_and_texts_have_no_extra_quotes():
-    found = fields_of("x.y load=%.1f reason=%r port=%s ids=%s", 0.251, "it's \n", None, {1: "a"})
-    assert found == {
+    fields = fields_of("x.y load=%.1f reason=%r port=%s ids=%s", 0.251, "it's \n", None, {1: "a"})
+    assert fields == {
         "event": "x.y", "load": 0.3, "reason": "it's \n", "port": None, "ids": {"1": "a"}
     }  # fmt: skip
 
 
 def test_a_template_may_name_the_keys_of_a_dictionary():
-    found = fields_of("x.y rows=%(row_count)d took_s=%(seconds).1f", {"row_count": 3, "seconds": 2})
-    assert found == {"event": "x.y", "rows": 3, "took_s": 2.0}
+    fields = fields_of(
+        "x.y rows=%(row_count)d took_s=%(seconds).1f", {"row_count": 3, "seconds": 2}
+    )
+    assert fields == {"event": "x.y", "rows": 3, "took_s": 2.0}
 
 
 def test_constants_in_a_template_are_fields():
-    found = fields_of("x.y server=%s reason='nothing listens' operation=feed", 7)
-    assert found == {
+    fields = fields_of("x.y server=%s reason='nothing listens' operation=feed", 7)
+    assert fields == {
         "event": "x.y", "server": 7, "reason": "nothing listens", "operation": "feed"
     }  # fmt: skip
 
@@ -87,8 +89,8 @@ def test_a_stack_trace_is_a_text_in_the_line():
     try:
         int("wrong")
     except ValueError:
-        found = line_of("x.y a=%s", 1, exc_info=sys.exc_info())
-    assert "ValueError: invalid literal" in str(found["exception"])
+        line = line_of("x.y a=%s", 1, exc_info=sys.exc_info())
+    assert "ValueError: invalid literal" in str(line["exception"])
 
 
 def test_no_event_field_has_the_name_of_a_reserved_key():
@@ -110,8 +112,8 @@ def test_the_setting_changes_the_outputs_of_the_root_logger(
     monkeypatch: pytest.MonkeyPatch, name: str, first: str
 ):
     output = logging.StreamHandler()
-    # NB: not in a fixture: pytest adds outputs of its own before each phase of a test, and other
-    # tests read them as text.
+    # This is not in a fixture, because pytest adds its own outputs before each phase of a test, and
+    # other tests read these outputs as text.
     monkeypatch.setattr(logging.getLogger(), "handlers", [output])
     set_log_format(name)
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, "x.y a=%s", (1,), None)

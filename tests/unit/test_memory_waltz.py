@@ -42,7 +42,7 @@ def test_waltz_memory_is_empty_and_issues_client_ids(waltz_memory):
     assert waltz_memory.transactions(0) == []
 
 
-# --- what an application does wrong
+# --- errors of applications
 
 
 def until(condition):
@@ -125,7 +125,7 @@ def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
         until(lambda: client.partitions == ())
-    assert [type(each) for each in callbacks.errors] == [RuntimeError]
+    assert [type(error) for error in callbacks.errors] == [RuntimeError]
 
 
 def test_an_argument_other_than_a_context_is_reported(waltz_memory):
@@ -162,7 +162,7 @@ def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memor
         for wrong in (append(client), client.close()):
             with (
                 pytest.raises(errors.UsageError, match="was opened on another event loop"),
-                ThreadPoolExecutor(1) as another,  # this thread has a loop
+                ThreadPoolExecutor(1) as another,  # this thread already has an event loop
             ):
                 another.submit(asyncio.run, wrong).result()
         assert runner.run(append(client)) == 0
@@ -172,11 +172,11 @@ def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memor
 def test_callbacks_of_the_other_client_class_are_rejected(waltz_memory):
     class SyncWithAsyncMethod(Callbacks):
         async def apply_transaction(self, transaction):
-            """It is not awaited."""
+            """Do nothing: the client rejects these callbacks before any call."""
 
     class AsyncWithoutAwait(AsyncCallbacks):
         async def apply_transaction(self, transaction):
-            """It is not awaited."""
+            """Do nothing: the client rejects these callbacks before any call."""
 
     async def subscribe_plain():
         async with waltz_memory.async_client() as client:
@@ -206,11 +206,15 @@ def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
             with pytest.raises(errors.LockFailed):
                 client.append(b"late", partition=0, **{kind: locks}).result()
         client.append(b"in time", partition=0, write_locks=locks).result()
-    assert [each.data for each in waltz_memory.transactions(0)] == [b"free", b"free", b"in time"]
+    assert [transaction.data for transaction in waltz_memory.transactions(0)] == [
+        b"free",
+        b"free",
+        b"in time",
+    ]
 
 
 def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
-    """Two clients append with the same lock; the owner lists which one lost against which."""
+    """Two clients append with the same lock. The owner lists the rejected append and the winner."""
     seat, before_ms = lock("seat", "12F"), time.time_ns() // 1_000_000
     with waltz_memory.client() as anna, waltz_memory.client() as boris:
         assert boris.recent_rejections(1) == []
@@ -261,7 +265,7 @@ def test_a_failed_append_is_not_in_the_log(waltz_memory, error):
             with pytest.raises(error):
                 future.result()
         assert failed[2].result() == 0
-    assert [each.data for each in waltz_memory.transactions(0)] == [b"2"]
+    assert [transaction.data for transaction in waltz_memory.transactions(0)] == [b"2"]
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
@@ -326,7 +330,7 @@ def faulty_run(seed: int) -> tuple[int, list[bytes]]:
     with MemoryWaltz(1, seed=seed, fault_rate=0.3) as waltz, waltz.client() as client:
         for i in range(25):
             assert client.append(b"%d" % i).result() == i
-        return waltz.fault_count, [each.data for each in waltz.transactions(0)]
+        return waltz.fault_count, [transaction.data for transaction in waltz.transactions(0)]
 
 
 def test_lost_appends_and_answers_are_retried_and_depend_on_the_seed():
@@ -373,7 +377,7 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
         client.append(b"a", partition=0).result()
         ledger.wait_until(lambda: ledger.applied_ids == [0])
         waltz_memory.suspend_feed()
-        # A client that has not applied it lags, and continues to lag.
+        # A client that has not applied the transaction lags, and continues to lag.
         won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
         for timeout_ms in (100, 1_000, 10_000, 100_000):
             context = RecordingContext(0)
@@ -382,7 +386,7 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
                 client.submit(context).result()
             if "lock failure" in context.hooks:
                 break
-            # On a busy machine the append was not rejected yet: the next one has more time.
+            # On a busy machine, the append may not be rejected yet: the next append has more time.
         assert isinstance(timeout_error.value, errors.ViewBehind)
         assert (ledger.applied_ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
@@ -401,7 +405,7 @@ def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory
     waltz_memory.resume_feed()
 
 
-# --- its life
+# --- open and close
 
 
 def test_closing_memory_waltz_closes_its_clients_and_ends_its_thread():
@@ -413,7 +417,7 @@ def test_closing_memory_waltz_closes_its_clients_and_ends_its_thread():
     with pytest.raises(errors.UsageError, match="closed"):
         client.append(b"b")
     assert not [each for each in threading.enumerate() if each.name == "waltz-memory"]
-    assert [each.data for each in waltz.transactions(0)] == [b"a"]
+    assert [transaction.data for transaction in waltz.transactions(0)] == [b"a"]
     with pytest.raises(errors.UnknownPartition):
         waltz.transactions(1)
 
@@ -424,9 +428,9 @@ def test_pending_retries_end_with_the_client(monkeypatch):
         waltz.fail_next_append(2, errors.NoSpace("the disk is full"))
         with waltz.client(SHORT) as client:
             futures = [client.append(b"held", partition=0) for _ in range(2)]
-        for each in futures:
+        for future in futures:
             with pytest.raises(errors.Unreachable):
-                each.result(TEST_TIMEOUT_S)
+                future.result(TEST_TIMEOUT_S)
         assert waltz.transactions(0) == []
 
 

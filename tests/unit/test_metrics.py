@@ -105,7 +105,7 @@ def test_durations_fall_into_buckets():
     assert "waltz_storage_sync_seconds_sum 30.008" in page
 
 
-def test_two_daemons_in_one_process_do_not_mix():
+def test_two_daemons_in_one_process_are_independent():
     first, second = Metrics("server"), Metrics("server")
     first.set("waltz_server_partitions", 4)
     assert second.value("waltz_server_partitions") == 0

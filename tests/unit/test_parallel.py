@@ -1,4 +1,4 @@
-"""`run_parallel`: results in order, the first error itself, and a task that works afterwards."""
+"""`run_parallel`: results in order, the first error unchanged, and a usable task afterwards."""
 
 import asyncio
 
@@ -59,10 +59,10 @@ async def test_the_first_error_cancels_the_others_and_later_timeouts_work():
 @run_on_loop
 async def test_a_cancelled_caller_cancels_the_calls():
     calls = Waiting(), Waiting()
-    caller = asyncio.get_running_loop().create_task(run_parallel(each.wait() for each in calls))
-    for each in calls:
-        await each.started.wait()
+    caller = asyncio.get_running_loop().create_task(run_parallel(call.wait() for call in calls))
+    for call in calls:
+        await call.started.wait()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    assert [each.cancelled_count for each in calls] == [1, 1]
+    assert [call.cancelled_count for call in calls] == [1, 1]

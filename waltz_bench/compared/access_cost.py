@@ -82,21 +82,21 @@ def compare(workload: Workload, load: BenchLoad, tls_file: Path, rounds: int) ->
         )
     ]
     return WorkloadResult(
-        rows=sum(each.rows for each in runs),
-        seconds=sum(each.seconds for each in runs),
-        bytes=sum(each.bytes for each in runs),
-        latencies_s=[latency for each in runs for latency in each.latencies_s],
-        gap_s_max=max(each.gap_s_max for each in runs),
-        acknowledged=sum(each.acknowledged for each in runs),
+        rows=sum(run.rows for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        bytes=sum(run.bytes for run in runs),
+        latencies_s=[latency for run in runs for latency in run.latencies_s],
+        gap_s_max=max(run.gap_s_max for run in runs),
+        acknowledged=sum(run.acknowledged for run in runs),
         lost=sum(each.lost for each in every),
         duplicated=sum(each.duplicated for each in every),
         errors=sum(each.errors for each in every),
         cpu_seconds=with_access.cpu_seconds,
         access_ratio=round(statistics.median(ratios), 3),
         extra={
-            "access_ratios": [round(each, 3) for each in ratios],
-            "cpu_us_per_tx_off": [round(each, 3) for each in without_access.cpu_us],
-            "cpu_us_per_tx_on": [round(each, 3) for each in with_access.cpu_us],
+            "access_ratios": [round(ratio, 3) for ratio in ratios],
+            "cpu_us_per_tx_off": [round(cpu_time, 3) for cpu_time in without_access.cpu_us],
+            "cpu_us_per_tx_on": [round(cpu_time, 3) for cpu_time in with_access.cpu_us],
         },
     )
 

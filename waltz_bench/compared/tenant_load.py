@@ -221,8 +221,8 @@ async def _connect(tenant: _TenantClient) -> None:
             if len(links) > _KEPT:
                 links.popleft().abort("another connection is open")
     finally:
-        for each in links:
-            each.abort("done")
+        for link in links:
+            link.abort("done")
 
 
 async def _run(kind: str, connect: str, payload_bytes: int) -> None:
@@ -261,9 +261,9 @@ def _tenant_calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awa
             yield partial(_connect, tenant)
         return
     reads = (_read_feed, _read_server, _read_storages) * _READERS
-    for each in tenant.addresses:
+    for address in tenant.addresses:
         for call in (_append,) if kind == "appender" else reads:
-            yield partial(call, tenant, each)
+            yield partial(call, tenant, address)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ AnswerCallback = Callable[[AdminMessage], None]
 
 
 class Operator:
-    """Sends a request to a running storage; `on_answer` gets the answer if the storage lives."""
+    """Sends a request to a running storage; `on_answer` gets the answer unless the storage dies."""
 
     def __init__(
         self, cluster: "SimCluster", storage: "SimStorage", on_answer: AnswerCallback

@@ -4,15 +4,15 @@ The production code (`cluster/change/rebuilding.py`) chooses the log, and the or
 steps. This module queries storages and writes to ZooKeeper, as the commands do.
 
 Rules:
-    1. The command claims a session later than every promise of a storage. Only answers in this
-       session count. `accept-replicas` first claims the session in ZooKeeper.
-    2. The command may die after each durable step. It is run again, or never.
+    1. The command claims a session that is later than the promises of all storages. It uses only
+       answers in this session. `accept-replicas` first claims the session in ZooKeeper.
+    2. The command may die after each durable step. Afterwards it may be run again, or not.
     3. With `accept-replicas` an operator may decide to lose acknowledged transactions. The checkers
-       do not know this decision, so a command that would lose transactions dies before it writes to
-       ZooKeeper. After the write the decision is made, and the command is run again until the
-       partition can be opened.
-    4. With `may_lose_archived` the operator accepts a log that ends below the archived mark. Then
-       no session may open (AR 8 of decision 047), which the checkers verify.
+       would report such a loss. So a command that would lose transactions dies before it writes to
+       ZooKeeper. A command that has written to ZooKeeper is run again until the partition can be
+       opened.
+    4. With `may_lose_archived` the operator accepts a log that ends below the archived mark. The
+       checkers verify that no session opens afterwards (AR 8 of decision 047).
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class DisasterRecovery:
             self._claim_session(newest)
             await self._query_storages()
             nacks = [each for each in self._received.values() if isinstance(each, Nack)]
-            newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
+            newest = SessionId(max((nack.promised for nack in nacks), default=NO_SESSION))
             if newest < self._session_id:
                 return await self._decide()
         raise CommandDied("other owners claim later sessions")
@@ -142,7 +142,7 @@ class DisasterRecovery:
         members = dict.fromkeys([*self._cluster.replicas, *held])
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
-        answering_links = {each: self._send(each, [prepare]) for each in members}
+        answering_links = {member: self._send(member, [prepare]) for member in members}
         self._received = {}
         for replica, answering in answering_links.items():
             answers = await answering
@@ -178,7 +178,7 @@ class DisasterRecovery:
             if self._accepted not in logs:
                 raise CommandDied(f"{self._accepted} did not answer")
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
-            members = (self._accepted, *(each for each in others if each != self._accepted))
+            members = (self._accepted, *(other for other in others if other != self._accepted))
             log = logs[self._accepted]
             decision = RebuildDecision(self._partition_id, self._accepted, log, members)
         declared = decision.with_log_session(self._session_id)
@@ -233,15 +233,15 @@ class DisasterRecovery:
     async def _add_replicas(self, others: "Sequence[ReplicaId]") -> None:
         """Assign the other replicas one by one, each after the assigned replicas are engaged."""
         cluster = self._cluster
-        for each in others:
+        for other in others:
             for _ in range(POLLS_MAX):
                 if cluster.has_all_engaged():
                     break
                 await asyncio.sleep(POLL_INTERVAL_S)
             states = cluster.coordinator.metadata
-            if not cluster.has_all_engaged() or states is None or each in cluster.replicas:
+            if not cluster.has_all_engaged() or states is None or other in cluster.replicas:
                 raise CommandDied("others change the replicas, or they do not recover")
-            cluster.reassign((*cluster.replicas, each))
+            cluster.reassign((*cluster.replicas, other))
             self._die_if_planned_after("add")
 
     def _is_below_archived_mark(self) -> bool:
@@ -258,9 +258,10 @@ class DisasterRecovery:
     def _has_all_acknowledged(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        This is the case if a quorum without losses has answered: no older session acknowledges any
-        longer, and each acknowledged transaction is in one of their logs. A command that is run
-        again has checked this before, and since then ZooKeeper names only the accepted replica.
+        This is the case if a quorum of replicas without losses has answered. Then no older session
+        can acknowledge any longer, and these replicas have all acknowledged transactions. A
+        repeated command needs no quorum: the first run has checked it, and since then ZooKeeper
+        names only the accepted replica.
         """
         cluster, accepted = self._cluster, self._accepted
         metadata = cluster.coordinator.metadata
@@ -272,9 +273,9 @@ class DisasterRecovery:
             if isinstance(answer, Prepared)
         }
         sound = [
-            each
-            for each, log in logs.items()
-            if log.is_trusted and not cluster.budget.has_lost_data(cluster.storages[each])
+            replica
+            for replica, log in logs.items()
+            if log.is_trusted and not cluster.budget.has_lost_data(cluster.storages[replica])
         ]
         engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
         is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])

@@ -46,8 +46,8 @@ class SimPeer(Process):
                 on_answer(answers)
 
         def opened(link: SimLink) -> None:
-            for each in requests:
-                self._network.send(link, NEAR, each)
+            for request in requests:
+                self._network.send(link, NEAR, request)
 
         def received(link: SimLink, message: Message) -> None:
             assert isinstance(message, StorageMessage)

@@ -121,11 +121,14 @@ class _RestoredLog:
         rows = [((), (), (position % keys,)) for position in range(first, last + 1)]
         operations = cluster.workload.record_rows("the lost cluster", rows)
         records = [
-            self._encode_record(TransactionId(position), each.data)
-            for position, each in enumerate(operations, first)
+            self._encode_record(TransactionId(position), operation.data)
+            for position, operation in enumerate(operations, first)
         ]
-        data, lengths = b"".join(records), np.array([len(each) for each in records], dtype=np.int64)
-        crcs = b"".join(each[-4:] for each in records)
+        data, lengths = (
+            b"".join(records),
+            np.array([len(record) for record in records], dtype=np.int64),
+        )
+        crcs = b"".join(record[-4:] for record in records)
         self._stamp_ms += 1
         wire_lengths = lengths.astype(">i4").tobytes()
         batch = Batch(first, last, wire_lengths, data, crcs, crc32(data), self._stamp_ms)

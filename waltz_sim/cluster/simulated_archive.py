@@ -4,24 +4,24 @@ It replaces `archive/store.py` and `archive/upload.py`, which block. Here every 
 virtual time. A request may fail, may be carried out without an answer, or may be carried out much
 later, even after its sender has died.
 
-An object is not a Parquet file: encoding a Parquet file takes longer than all other work of a
-schedule, and the guarantees do not depend on it. An object has the records of its batches, and
+An object is not a Parquet file, because encoding one takes longer than all other work of a
+schedule. The guarantees do not depend on this format. An object has the records of its batches, and
 their lineage. Manifests have the same bytes as in production.
 
 Rules:
     1. A write is carried out at once, late, or never. Only an answer without an error shows that it
        was carried out.
     2. No file is overwritten (AR 2 of decision 047), and no file is lost unless it is deleted. A
-       fault may change or lose a file, until its operator restores it.
-    3. An upload does the same as `archive/upload.py`, in the same order: it reads the present
-       manifest, writes the object, reads it back, writes the new manifest, and reads it back.
-    4. A process has at most one upload. If the process dies, requests that it has sent may still
-       take effect.
+       fault may change or lose a file, until an operator restores the file.
+    3. An upload takes the same steps as `archive/upload.py`: it reads the present manifest, writes
+       the object, and reads it back. Then it writes the new manifest, and reads it back.
+    4. A process has at most one upload. If the process dies, the requests that it has sent may
+       still take effect.
     5. A garbage collection is that of production. It lists the files at one moment, perhaps late.
        Each file is deleted later, even after the process has died.
     6. An expiry does the same as `archive/upload.py`, in the same order.
-    7. Replaced manifests and expired objects are kept for a shorter time than in production: the
-       store and expiries measure their age with a fast clock (`_fast_clock_ms`).
+    7. Replaced manifests and expired objects are kept for a shorter time than in production. For
+       this, a fast clock (`_fast_clock_ms`) measures their age.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -287,7 +287,7 @@ class SimArchive:
         storage.call_after_us(self._rng.randint(*REQUEST_US) + self.extra_delay_us + late_us, begin)
 
     def modified_ms(self, name: str) -> int:
-        """Return when a file was written, adjusted so that its age has the proportion of rule 7."""
+        """Return when a file was written, on the fast clock, so that its age is that of rule 7."""
         now_ms = self._world.now_ms
         age_ms = (now_ms - self.written_ms[name]) * REPLACED_GRACE_MS // SHORT_GRACE_MS
         return self._fast_clock_ms(now_ms) - age_ms
@@ -342,7 +342,7 @@ class SimArchive:
         if file is None:
             return []
         found = Manifest.from_bytes(file.data, name)
-        return [each for each in found.newest_objects if each.last >= found.first]
+        return [entry for entry in found.newest_objects if entry.last >= found.first]
 
     def is_damaged(self, entry: ObjectEntry) -> bool:
         """Whether an object is missing, or differs from what was written."""
@@ -379,9 +379,9 @@ class SimArchive:
         if first < found.first:
             raise BeforeLogStart(f"archive: {first} has expired", found.first)
         return [
-            (each, self._verified_file(each.name, each.file_crc))
-            for each in found.newest_objects
-            if first <= each.last and each.first <= last
+            (entry, self._verified_file(entry.name, entry.file_crc))
+            for entry in found.newest_objects
+            if first <= entry.last and entry.first <= last
         ]
 
     def _verified_file(self, name: str, expected: int) -> StoredFile:
@@ -413,7 +413,7 @@ class _ListedStore:
 
     def list_names(self, folder: str) -> list[str]:
         """Return the names of the files in a folder, sorted."""
-        return [each.name for each in self.list_files(folder)]
+        return [file.name for file in self.list_files(folder)]
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file; raise ObjectMissing if there is none."""
@@ -457,7 +457,7 @@ class _SimArchiveReader:
         Raises the same errors as `SimArchive.verified_objects`.
         """
         objects = self._archive.verified_objects(self._mark, first, last)
-        batches = [each for _, file in objects for each in file.batches]
+        batches = [batch for _, file in objects for batch in file.batches]
         chain_before, found = _overlapping_batches(objects[0][1].chain_before, batches, first, last)
         assert len(found) <= entries_max, "a simulated log is short"
         return chain_before, found
@@ -468,11 +468,11 @@ def _overlapping_batches(
 ) -> tuple[Chain, tuple[LineageEntry, ...]]:
     """Return the chain before the batches that overlap first..last, and these batches."""
     found = []
-    for each in batches:
-        if each.last < first:
-            chain = each.chain
-        elif each.first <= last:
-            found.append(each)
+    for batch in batches:
+        if batch.last < first:
+            chain = batch.chain
+        elif batch.first <= last:
+            found.append(batch)
     return chain, tuple(found)
 
 
@@ -511,7 +511,7 @@ def _upload_steps(
 def _replaced_entry(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:
     """Return the entry of the object that a job replaces; raise BadFormat if there is none."""
     bounds = job.first, job.end.last, job.end.chain
-    old = next((each for each in entries if each[1:4] == bounds), None)
+    old = next((entry for entry in entries if entry[1:4] == bounds), None)
     if old is None:
         raise BadFormat(f"{job.manifest}: expected an object with {bounds}, found none")
     return old
@@ -526,11 +526,11 @@ def build_object(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, Store
             ends.append(end)
     data = b"".join(bytes(run.records) for run in job.runs)
     assert end == len(data)
-    batches = tuple(each for run in job.runs for each in run.batches)
+    batches = tuple(batch for run in job.runs for batch in run.batches)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
     folder = objects_folder(cluster_key, job.partition_id)
     name = object_name(folder, job.first, job.end.last, origin)
-    stamps = [each.stamp_ms for each in batches if each.stamp_ms]
+    stamps = [batch.stamp_ms for batch in batches if batch.stamp_ms]
     times = min(stamps, default=0), max(stamps, default=0)
     bounds = job.first, job.end.last, job.end.chain
     entry = ObjectEntry(name, *bounds, len(data), crc32(data), len(data), *times)
@@ -540,9 +540,9 @@ def build_object(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, Store
 def _first_unexpired(present: Manifest, before: int, before_ms: int) -> TransactionId:
     """Return the first ID after the newest object that has expired."""
     expired = [
-        each.last
-        for each in present.newest_objects
-        if each.last < before or 0 < each.commit_ms_max < before_ms
+        entry.last
+        for entry in present.newest_objects
+        if entry.last < before or 0 < entry.commit_ms_max < before_ms
     ]
     return TransactionId(max([present.first - 1, *expired]) + 1)
 

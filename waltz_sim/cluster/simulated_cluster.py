@@ -4,15 +4,15 @@ Faults, workloads, checkers and scenarios share this object, and use its operati
 cluster.
 
 Rules:
-    1. There is one partition. Resources that the partitions of a process share (the disk of a
-       storage, the memory of a server) are tested elsewhere. The guarantees of the log apply to
-       each partition.
+    1. There is one partition, because the guarantees of the log apply to each partition separately.
+       Other tests cover the resources that the partitions of a process share, such as the disk of a
+       storage or the memory of a server.
     2. A run has two phases. In the first phase faults occur. In the second phase all faults are
        repaired, and the cluster must recover within a limited time. Without a budget
        (`data_loss_budget.py`) it need not recover, but must not break a guarantee.
-    3. An operator repairs what cannot recover by itself. It returns swapped disks, gives a storage
-       with a foreign or unreadable disk an empty directory and a new identity, and scrubs logs. The
-       operator never accepts a log of unknown content.
+    3. An operator repairs what cannot recover by itself. It swaps exchanged disks back, and scrubs
+       logs. If the disk of a storage is foreign or unreadable, the operator gives the storage an
+       empty directory and a new identity. The operator never accepts a log of unknown content.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -120,7 +120,7 @@ class SimCluster:
 
     def server_named(self, name: str | None) -> SimServer | None:
         """Return the server with a name; None if there is none."""
-        return next((each for each in self.servers if each.name == name), None)
+        return next((server for server in self.servers if server.name == name), None)
 
     @property
     def owner(self) -> SimServer | None:
@@ -150,8 +150,8 @@ class SimCluster:
 
     def close(self) -> None:
         """Close event loops now, so that the garbage collector does not do it at a random time."""
-        for each in self.context_clients:
-            each.loop.close()
+        for context_client in self.context_clients:
+            context_client.loop.close()
 
     def start_client(self, client: SimClient) -> None:
         """Start a client again, and its workload."""
@@ -234,9 +234,9 @@ class SimCluster:
         ):
             return False
         return not any(
-            each.replica == storage.replica
-            and each.stage in {ReplicaStage.READY, ReplicaStage.ENGAGED}
-            for each in session.replicas.values()
+            replica.replica == storage.replica
+            and replica.stage in {ReplicaStage.READY, ReplicaStage.ENGAGED}
+            for replica in session.replicas.values()
         )
 
     def _checkpoint(self) -> None:
@@ -329,17 +329,17 @@ class SimCluster:
         """Whether no work is in progress, and all replicas hold the whole log."""
         if self.workload.pending_count or not self.has_all_engaged():
             return False
-        if any(each.running_count for each in self.context_clients):
+        if any(context_client.running_count for context_client in self.context_clients):
             return False
         if not self.checks.outcomes.have_all_feeds_ended():
             return False
         last = self.checks.history.last
-        logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
+        logs = [self.storages[replica].log for replica in self.coordinator.assignment.replicas]
         return all(log is not None and log.synced_max == last for log in logs)
 
     def is_repaired(self) -> bool:
         """Whether the partition is whole, and no replica is suspect or damaged."""
-        logs = [self.storages[each].log for each in self.replicas]
+        logs = [self.storages[replica].log for replica in self.replicas]
         return self.has_all_engaged() and all(
             log is not None and not log.damaged and not log.suspect for log in logs
         )
@@ -351,7 +351,10 @@ class SimCluster:
         if owner is not None and owner.store is not None:
             session = owner.store.store.session
             if session is not None:
-                stages = [f"{each.replica}:{each.stage.name}" for each in session.replicas.values()]
+                stages = [
+                    f"{replica.replica}:{replica.stage.name}"
+                    for replica in session.replicas.values()
+                ]
         damaged = {
             name: (storage.log.suspect, storage.log.damaged)
             for name, storage in self.storages.items()

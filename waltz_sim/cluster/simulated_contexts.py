@@ -1,16 +1,16 @@
 """A client whose application runs contexts with its own view: the complete production client.
 
-`simulated_clients.py` has only the client's stream, which is a machine. Coroutines outside of the
-stream decide which high-water mark a context may claim, while partitions are unsubscribed and
-resumed.
+`simulated_clients.py` runs only the client's stream, which is a machine. This module also runs the
+coroutines outside of the stream. They decide which high-water mark a context may claim while
+subscriptions are paused and resumed.
 
 Rules:
     1. The client is the unchanged `AsyncWaltzClient`. Its event loop, sockets and ZooKeeper are
        simulated.
     2. The application's view is the high-water mark up to which it has applied the log. It may
        survive a restart.
-    3. A context reads the current view. The history records this view as the author's mark,
-       whatever mark the client claims.
+    3. A context reads the current view. The history records this view as the author's mark, even if
+       the client claims another mark.
     4. ClaimedMark: no append claims to have seen more than the application had applied by then.
 """
 

@@ -5,13 +5,14 @@ answers may arrive late, twice, or never.
 
 Rules:
     1. Both nodes of the partition change in one step, each at its expected version, or not at all.
-    2. A request whose answer is lost may have been carried out, may be carried out later, or never.
+    2. If the answer to a request is lost, the request has been carried out, will be carried out
+       later, or is never carried out.
     3. The assignment names one owner with one generation. A server learns of it when its watch
        fires, which may be much later. A server with an expired session learns of the expiry when it
        can reach ZooKeeper again.
     4. A watch fires once for all changes since it was set, and its server reads the current state.
-       Later reads are never older. A watch that is lost with a connection is set again on the next
-       connection, followed by a read.
+       Later reads never return an older state. If a watch is lost with a connection, the server
+       sets it again on the next connection, and then reads.
     5. A client may receive an old state.
     6. A server with a hanging event loop keeps its session as long as the production watchdog
        allows.

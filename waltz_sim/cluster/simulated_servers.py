@@ -7,8 +7,8 @@ Rules:
     1. The machines are the unchanged production machines. Each ownership has new machines, as in
        the daemon.
     2. Every event and effect of the store passes through the checkers first.
-    3. After a released partition, the server takes ownership again after a pause, if the partition
-       is still assigned to it.
+    3. If a server has released a partition that is still assigned to it, the server takes ownership
+       again after a pause.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,13 +5,14 @@ its power may fail between any two steps of its disk.
 
 Rules:
     1. The service, the engine and the files are the unchanged production ones.
-    2. A piece of work takes effect at one moment, and is answered after the duration of the disk
-       access. In between, the process may die when all data is durable and no request is answered.
-       A process that dies during the work dies at a step of its disk (`SimDisk.plan_fault`).
+    2. A piece of work takes effect at one moment. Its answers follow after the duration of the disk
+       access. If the process dies in between, all data is durable and no request is answered. If
+       the process dies during the work, it dies at a step of its disk (`SimDisk.plan_fault`).
     3. A disk belongs to the machine, not to the process: it survives every incarnation.
-    4. Like the daemon, it starts neither while ZooKeeper is unavailable, nor at an address that is
-       registered for another storage. It serves the partition while it knows that the partition is
-       assigned to it, and afterwards until the owner has removed it from the replica states.
+    4. Like the daemon, a storage does not start while ZooKeeper is unavailable, or if its address
+       is registered for another storage. It serves the partition while the partition is assigned to
+       it, according to its last read. After the end of the assignment, it serves the partition
+       until the owner has removed it from the replica states.
     5. Uploads and reads of the archive go to the simulated archive.
 """
 
@@ -313,7 +314,7 @@ class SimStorage(Process):
         disk.cancel_plans()
         self.fsync_us = 500
         self.planned_death = None
-        if self.is_up:  # Otherwise its operator still has to start it with untrusted syncs.
+        if self.is_up:  # If it is down, its operator must first start it with untrusted syncs.
             self.trusts_fsync = True
 
     def _stop_after_failed_start(self, error: WaltzError) -> None:
@@ -334,7 +335,7 @@ class SimStorage(Process):
     def is_scrubbing(self) -> bool:
         """Whether a requested scrub pass is still running."""
         states = () if self.service is None else self.service.scrub_states(self.now_ms)
-        return any(each.is_requested for each in states)
+        return any(state.is_requested for state in states)
 
     # ---- links
 
@@ -444,7 +445,7 @@ class SimStorage(Process):
             self.lose_power()
             return
         if self.disk.on_full is not None and any(
-            isinstance(each, NoSpace) for each in result.outcomes
+            isinstance(outcome, NoSpace) for outcome in result.outcomes
         ):
             self.disk.on_full()  # A storage that watches its space rejects a write before it fails.
         self._checks.on_work_done(self, work, result, before)

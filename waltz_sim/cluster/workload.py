@@ -311,8 +311,8 @@ class _Application:
         operations = self._workload.remove_submission(effect.token)
         self._waiting_count -= 1
         again = [
-            each.row
-            for each, reason in zip(operations, effect.outcome.reasons.tolist(), strict=True)
+            operation.row
+            for operation, reason in zip(operations, effect.outcome.reasons.tolist(), strict=True)
             if reason == RowOutcomeCode.LOCK
         ]
         if again and self._retry_count < RETRIES_MAX and not self._workload.is_over:

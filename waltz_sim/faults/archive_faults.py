@@ -106,10 +106,14 @@ def damage_objects(cluster: SimCluster, rng: "Random") -> bool:
     In most cases a storage still has the records of the object.
     """
     archive = cluster.archive
-    listed = [each for each in _listed_objects(cluster) if each.name in archive.files]
-    logs = [each.log for each in cluster.storages.values() if each.log is not None]
-    start = min((each.start.transaction_id for each in logs), default=BEFORE_FIRST)
-    held = [each for each in listed if each.first > start]
+    listed = [
+        listed_object
+        for listed_object in _listed_objects(cluster)
+        if listed_object.name in archive.files
+    ]
+    logs = [storage.log for storage in cluster.storages.values() if storage.log is not None]
+    start = min((log.start.transaction_id for log in logs), default=BEFORE_FIRST)
+    held = [listed_object for listed_object in listed if listed_object.first > start]
     found = held if held and rng.random() < 0.8 else listed
     if not found:
         return False
@@ -126,7 +130,11 @@ def _repair_objects(cluster: SimCluster, tries_left: int) -> None:
     If no storage has the records, the files are at last restored from a copy of the archive.
     """
     archive = cluster.archive
-    damaged = [each for each in _listed_objects(cluster) if archive.is_damaged(each)]
+    damaged = [
+        listed_object
+        for listed_object in _listed_objects(cluster)
+        if archive.is_damaged(listed_object)
+    ]
     if cluster.is_recovering or not damaged:
         return
     if not tries_left:
@@ -151,7 +159,7 @@ def _request(
     cluster: SimCluster, client_number: int, make_request: "Callable[[ReqId], ClientMessage]"
 ) -> None:
     """Send the request of a command on the connection of any client."""
-    connected = [each for each in cluster.clients if each.is_up]
+    connected = [client for client in cluster.clients if client.is_up]
     if connected:
         connected[client_number % len(connected)].request(make_request)
 
@@ -228,7 +236,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
     The other replicas lack the newest appends. If the log of the reset replica counted, the
     next session would decide without these appends.
     """
-    owner, replicas = cluster.owner, [cluster.storages[each] for each in cluster.replicas]
+    owner, replicas = cluster.owner, [cluster.storages[replica] for replica in cluster.replicas]
     marker = cluster.coordinator.marker
     if owner is None or marker is None or marker.archived is None or len(replicas) < 3:
         return False
@@ -242,9 +250,9 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
         cluster.checks.count("quorum of a reset replica away")
         for server in cluster.servers:
             cluster.kill(server)
-        for each in holders:
-            each.kill()
-            keep_down(cluster, each, 2_000)
+        for holder in holders:
+            holder.kill()
+            keep_down(cluster, holder, 2_000)
 
     def remove_segments() -> None:
         cluster.network.unblock(directions)
@@ -252,7 +260,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
             cluster.checks.count("fault lose_a_reset_replica")
             victim.kill()
             cluster.budget.record_loss(victim)
-            for path in [each for each in victim.disk.files() if each.suffix in SEGMENT_SUFFIXES]:
+            for path in [file for file in victim.disk.files() if file.suffix in SEGMENT_SUFFIXES]:
                 victim.disk.remove(path)
             victim.start()
             victim.planned_death = ("ResetLog", True, stop_last_quorum)
@@ -306,7 +314,7 @@ def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
     if not _may_accept_less(cluster):
         return False
     rng.shuffle(replicas)
-    behind, *others = (cluster.storages[each] for each in replicas)
+    behind, *others = (cluster.storages[replica] for replica in replicas)
     at_ms, restarts = rng.randrange(100, 500), rng.random() < 0.6
     cluster.kept_down[behind.name] = None
     behind.kill()
@@ -314,9 +322,9 @@ def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
     def accept() -> None:
         if cluster.is_recovering:
             return
-        for each in others:
-            each.kill()
-            keep_down(cluster, each, 2_000)
+        for other in others:
+            other.kill()
+            keep_down(cluster, other, 2_000)
         if restarts:
             for server in cluster.servers:
                 cluster.kill(server)

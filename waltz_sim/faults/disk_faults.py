@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 SNAPSHOTS_MAX: Final = 3
 PAGE_BYTES: Final = 4_096
-# A function that spoils a file with this size in bytes, which is not 0.
+# A function that damages a file. Its argument is the size of the file in bytes, which is not 0.
 DamageFile = Callable[[SimStorage, Path, int], None]
 
 
-# ---- errors and speed. If a second fault occurs while the replica handles the first fault, the
-# replica may lose its promises and become suspect. So a disk has one fault at a time, unless there
-# is no budget.
+# ---- errors and speed. If a second fault occurs while the replica handles the first one, the
+# replica may lose its promises and become suspect. So a disk has one fault at a time, unless the
+# world has no budget.
 
 
 def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
@@ -256,7 +256,11 @@ def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
-        stems = (each.stem for each in _damageable_files(storage) if each.suffix == ".seg")
+        stems = (
+            damageable_file.stem
+            for damageable_file in _damageable_files(storage)
+            if damageable_file.suffix == ".seg"
+        )
         newest = max(stems, default="")  # empty if the storage has no segment
         is_old = path.suffix in {".seg", ".idx"} and path.stem != newest
         if not is_old or size % 2:
@@ -328,29 +332,31 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
         return False
     path = rng.choice(paths)
     content = disk.visible_content(path)
-    how = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
-    if how in ("lost", "foreign"):
+    damage = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
+    if damage in ("lost", "foreign"):
         last = storage.log.max_id if storage.log is not None else BEFORE_FIRST
         storage.kill()
         keep_down(cluster, storage, rng.randrange(1, 300))
         disk.remove(path)
-        if how == "foreign":
+        if damage == "foreign":
             disk.write_durably(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
-    elif how == "cut":
+    elif damage == "cut":
         disk.shorten_file(path, rng.randrange(len(content)))
-    elif how == "old":
+    elif damage == "old":
         after_us = rng.randrange(50, 1_000) * US_PER_MS
         cluster.world.call_after_us(after_us, lambda: _restore(disk, path, content))
     else:
         start = rng.randrange(len(content))
         disk.overwrite(path, rng.randrange(len(content)), content[start : start + 200])
-    cluster.checks.count(f"locks {how}")
+    cluster.checks.count(f"locks {damage}")
     return True
 
 
 def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
     """Return the lock blocks of another log, whose transactions have no locks."""
-    ends = [LogEnd(TransactionId(each), Chain(rng.randbytes(16))) for each in range(-1, last + 1)]
+    ends = [
+        LogEnd(TransactionId(number), Chain(rng.randbytes(16))) for number in range(-1, last + 1)
+    ]
     return b"".join(encode(end.last, end, before.chain, b"") for before, end in pairwise(ends))
 
 
@@ -417,8 +423,8 @@ def _damage_file(
 ) -> bool:
     """Damage a file of a storage with `damage`; return whether the budget has allowed it.
 
-    No component can detect a loss at the end of a log, or `is_plausible` data, which is valid but
-    old.
+    `is_plausible` data is valid but old. No component can detect such data, or a loss at the end of
+    a log.
     """
     storage = choose_storage(cluster, rng)
     files = [
@@ -427,7 +433,7 @@ def _damage_file(
     if storage.disk.is_lying or not files:
         return False
     path = rng.choice(files)
-    segments = [each.stem for each in storage.disk.files() if each.suffix == ".seg"]
+    segments = [file.stem for file in storage.disk.files() if file.suffix == ".seg"]
     is_silent = is_plausible or path.stem == max(segments, default="")
     if not cluster.budget.may_lose_data(storage, is_silent=is_silent):
         return False

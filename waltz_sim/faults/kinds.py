@@ -9,9 +9,9 @@ Rules:
     2. A fault destroys promised data of a replica only within a budget (`data_loss_budget.py`).
     3. Each fault that occurs is counted by its kind. So a batch of runs in which a kind never
        occurs can be rejected (`injection.py`).
-    4. A rough run has a theme: a few kinds of faults of disks, ZooKeeper's data or assignments
-       recur. Half of the rough runs have few other faults. The segments are often small. Such a run
-       finds bugs sooner that need several rare faults at once.
+    4. Rough runs find bugs that need several rare faults at once. A rough run has a theme: a few
+       kinds of faults that occur often, such as faults of disks, of ZooKeeper's data, or of
+       assignments. Half of the rough runs have few other faults. The segments are often small.
 """
 
 from collections.abc import Callable

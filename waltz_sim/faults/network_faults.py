@@ -72,7 +72,7 @@ def revoke_replicate(cluster: SimCluster, rng: "Random") -> bool:
 
 def partition_network(cluster: SimCluster, rng: "Random") -> bool:
     """Block the network between two groups of machines for a while, perhaps in one direction."""
-    names = [each.name for each in cluster.processes]
+    names = [process.name for process in cluster.processes]
     side = {name for name in names if rng.random() < 0.4}
     is_one_way = rng.random() < 0.4
     network = cluster.network
@@ -88,7 +88,7 @@ def partition_network(cluster: SimCluster, rng: "Random") -> bool:
 
 def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
     """Isolate one machine from all others for a while, or two machines from each other."""
-    network, names = cluster.network, [each.name for each in cluster.processes]
+    network, names = cluster.network, [process.name for process in cluster.processes]
     machine = rng.choice(names)
     others = [name for name in names if name != machine]
     if rng.random() < 0.4:

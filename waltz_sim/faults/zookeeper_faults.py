@@ -228,9 +228,9 @@ def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
     coordinator = cluster.coordinator
     if not may_rewrite(cluster) or coordinator.metadata is None:
         return False
-    what = rng.choice(("metadata", "marker", "both"))
-    metadata = coordinator.metadata if what == "marker" else None
-    marker = coordinator.marker if what == "metadata" else None
+    deleted = rng.choice(("metadata", "marker", "both"))
+    metadata = coordinator.metadata if deleted == "marker" else None
+    marker = coordinator.marker if deleted == "metadata" else None
     coordinator.replace_nodes(metadata, marker)
     return True
 
@@ -282,7 +282,7 @@ def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
     held = {} if coordinator.metadata is None else coordinator.metadata.states
     if set(held) != set(now):
         return False  # There is only one change at a time.
-    spare = [each for each in cluster.storages if each not in now]
+    spare = [storage for storage in cluster.storages if storage not in now]
     roll = rng.random()
     if roll < 0.4 and len(now) > 2:
         now.remove(rng.choice(now))
@@ -326,7 +326,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
     if set(held) != set(replicas) or len(replicas) < 2 or cluster.swapped_disks:
         return False
     rng.shuffle(replicas)
-    accepted, behind, *others = (cluster.storages[each] for each in replicas)
+    accepted, behind, *others = (cluster.storages[replica] for replica in replicas)
     at_ms = rng.randrange(50, 300)
     if others and rng.random() < 0.6 and accepted.is_up and not accepted.disk.has_fault:
         accepted.disk.is_lying = True
@@ -373,9 +373,9 @@ def _lose_log_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimSt
         return
     if victim.is_up and not cluster.is_recovering and cluster.budget.may_lose_data(victim):
         cluster.budget.record_loss(victim)
-        for each in others:
-            each.kill()
-            keep_down(cluster, each, 2_000)
+        for other in others:
+            other.kill()
+            keep_down(cluster, other, 2_000)
         victim.trusts_fsync = False
         victim.lose_power(Survival.NOTHING, with_lies=True)
         restore_trust_later(cluster, victim, after_ms=1_000)

@@ -6,10 +6,11 @@ later.
 
 Rules:
     1. Each transaction up to the recorded archived mark is in an object that the recorded manifest
-       lists. Files are never overwritten, so this is checked only when ZooKeeper records a mark,
+       lists. Files are never overwritten. So this is checked only when ZooKeeper records a mark,
        when the start of a log rises, and at the end.
-    2. A fault that replaces ZooKeeper's data may replace a mark by an older one. From then on the
-       checks cover only the content of files, and that no file is deleted which a log needs.
+    2. A fault that replaces ZooKeeper's data may replace a mark by an older mark. From then on,
+       only two things are checked: the content of files, and that no file is deleted that a log
+       needs.
     3. An object may be missing from the manifest and from the store only when the grace period
        after a recorded expiry is over. The time of an expiry is the time at which the storage
        computed its manifest.

@@ -22,9 +22,9 @@ class CheckerState:
         self.counts: Counter[str] = Counter()
         self.archived_last: int = BEFORE_FIRST  # according to ZooKeeper
 
-    def count(self, what: str) -> None:
+    def count(self, name: str) -> None:
         """Count an occurrence of a state that runs should reach (27, Sometimes)."""
-        self.counts[what] += 1
+        self.counts[name] += 1
 
     def fail(self, rule: str, text: str) -> NoReturn:
         """Raise a Violation of the named rule."""

@@ -1,23 +1,24 @@
 """The budget for faults that destroy durable data of replicas.
 
-If every disk may be lost, no quorum survives, and a run proves nothing. If the budget is too
-strict, a run proves as little. These rules state when each kind of loss is allowed.
+If every disk could be lost, no quorum would survive, and a run would prove nothing. If no disk
+could be lost, a run would prove as little. These rules state when each kind of loss is allowed.
 
 Rules:
-    1. A loss that the replica detects may happen if every other engaged replica is trusted: each
-       acknowledged transaction is then still on one of these replicas. Detected losses are an empty
-       disk, a disk from before the last session, and unreadable slots. No other replica may have
-       undetected rot, even if it is not engaged or has left, because a session could still engage
-       it. The session in which a replica lost data could also engage it, because of the replica's
-       earlier answers.
-    2. A loss that no component can detect is the missing end of a log, within a session and without
-       a trace. It may happen only if a quorum of other replicas is engaged, and all of them hold
-       everything that this replica holds (docs/design/correctness.md 2.4, rows 2 and 8). If one of
-       these replicas is away, the rest still outvotes this replica.
-    3. A replica that has lost data is trusted again when a later session has engaged it, and when a
-       copy of its disk has been read completely without damage.
-    4. A change of ZooKeeper's data removes the last record of what the disks should hold. It may
-       not happen after a disk has lost data, and no disk may lose data after it.
+    1. A replica may lose data in a way that it detects: an empty disk, a disk from before the last
+       session, or unreadable slots. This is allowed if every other engaged replica is trusted,
+       because each acknowledged transaction is then on one of these replicas. It is not allowed in
+       two cases, in which a session could still engage another replica with lost data:
+       - Another replica has undetected rot, even if this replica is not engaged or has left.
+       - Another replica has lost data in the current session. This session could engage it because
+         of its earlier answers.
+    2. A replica may lose the end of its log without a trace, within a session. No component can
+       detect this loss. It is allowed only if a quorum of other replicas is engaged, and all of
+       them hold everything that this replica holds (docs/design/correctness.md 2.4, rows 2 and 8).
+       Even if one of these replicas is away, the others outvote this replica.
+    3. A replica that has lost data is trusted again under two conditions: a later session has
+       engaged it, and a complete read of a copy of its disk has found no damage.
+    4. ZooKeeper's data is the last record of the expected content of the disks. So this data may
+       not change after a disk has lost data, and no disk may lose data after such a change.
     5. Without a budget (`Setup.is_unbounded`), losses of the first kind may happen at any time.
        Then the partition may halt, but a wrong answer is still a failure.
 """
@@ -81,7 +82,7 @@ class DataLossBudget:
             for name, state in metadata.states.items()
             if name != victim.replica
         ]
-        others = [each for each in rest if each[1].closing_high_water_mark == UNRESOLVED]
+        others = [other for other in rest if other[1].closing_high_water_mark == UNRESOLVED]
         if len(metadata.states) < 2 or not others:
             return False
         unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
@@ -113,7 +114,7 @@ class DataLossBudget:
         if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
             return False
         if log.is_broken:
-            return False  # It may be suspect when it opens next.
+            return False  # The replica may be suspect at its next opening.
         since = self.lost.get(storage.replica)
         if since is None:
             return True

@@ -1,8 +1,8 @@
 """The reference history of a run, which is independent of the machines under test.
 
 If a checker read committed data from the machines, it would inherit their bugs. So the history is
-built from the batches that are sent to replicas, and the results that are sent to applications. The
-checkers compare with this history.
+built from the batches that are sent to replicas, and from the results that are sent to
+applications. The checkers compare the machines with this history.
 
 Rules:
     1. A batch is identified by its hash chain, which covers all batches before it. The history is a
@@ -199,7 +199,7 @@ class History:
 
     def _chain_within_batch(self, last: int) -> Chain:
         """Return the chain at an ID in the middle of a batch of the log."""
-        end = min(each for each in self.chains if each > last)
+        end = min(batch_end for batch_end in self.chains if batch_end > last)
         return self.nodes[self.chains[end]].cut_to(last).chain
 
     def _append_batch(self, node: BatchNode) -> None:

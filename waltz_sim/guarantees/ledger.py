@@ -1,13 +1,13 @@
 """The state of applications, computed from the log: accounts, lists and guards.
 
-Lock checks are a means to serializability: each transaction must be valid at its place in the log,
-although it was computed at an earlier mark. This module checks that result directly. Every
+Lock checks should make the log serializable: each transaction must be valid at its position in the
+log, although it was computed at an earlier mark. This module checks that result directly. Every
 transaction carries the values that it read. If a replay of the log finds other values, the history
 is not serializable.
 
 Rules:
-    1. A checked transaction reads two values at its mark, and holds a lock on each: a write lock on
-       a value that it changes, and a read lock on a value that it only reads.
+    1. A checked transaction reads two values at its mark. It has a write lock on a value that it
+       changes, and a read lock on a value that it only reads.
     2. The values that it writes follow from the values that it read and from its number. So the log
        alone determines them.
     3. TRANSFER moves money between two accounts (the bank). PUSH appends to a list and states its

@@ -44,15 +44,15 @@ class LimitGuarantees:
 
     # ---- attempts (rule 2)
 
-    def count_attempt(self, actor: str, what: str, limit: int) -> None:
+    def count_attempt(self, actor: str, action: str, limit: int) -> None:
         """Count an attempt by a component; fail after more than `limit` attempts in a second."""
-        times = self._times.setdefault((actor, what), deque())
+        times = self._times.setdefault((actor, action), deque())
         now_us = self._state.world.now_us
         times.append(now_us)
         while times[0] <= now_us - SECOND_US:
             times.popleft()
         if len(times) > limit:
-            self._state.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
+            self._state.fail("Bounded", f"{actor}: {len(times)} times {action} within a second")
 
     def on_dial(self, actor: str, peer: str) -> None:
         """Count an attempt to open a connection."""
@@ -130,5 +130,5 @@ class LimitGuarantees:
         if fetches > concurrent_fetches_max:
             self._fail_over_limit(server, f"{fetches} fetches, {concurrent_fetches_max} allowed")
 
-    def _fail_over_limit(self, server: "SimServer", what: str) -> None:
-        self._state.fail("Bounded", f"{server.name}: {what}")
+    def _fail_over_limit(self, server: "SimServer", message: str) -> None:
+        self._state.fail("Bounded", f"{server.name}: {message}")

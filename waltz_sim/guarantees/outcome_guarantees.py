@@ -7,7 +7,8 @@ Rules:
     1. The log is that of the reference history. It grows here, and each new row is checked once,
        when it is added.
     2. An application's mark is the last ID that it has really seen, whatever its client states.
-    3. No application receives AHEAD if the log had reached its mark before its request.
+    3. An application does not receive AHEAD if the log had reached its mark before it sent the
+       request.
 """
 
 import struct
@@ -285,4 +286,4 @@ class OutcomeGuarantees:
     def have_all_feeds_ended(self) -> bool:
         """25. Converged: whether every client that follows the feed has reached the log's end."""
         last = self._state.history.last
-        return all(each.fed_last == last for each in self.followers.values())
+        return all(follower.fed_last == last for follower in self.followers.values())

@@ -4,8 +4,9 @@ The checks read disks and the answers of storages. They do not depend on how a s
 these answers.
 
 Rules:
-    1. Rows that a storage has answered as synced are on its disk until a later session truncates
-       them, or until a fault restores an older disk (`on_disk_rolled_back`).
+    1. If a storage has answered that rows are synced, the rows stay on its disk. Only a truncation
+       by a later session, or a fault that restores an older disk (`on_disk_rolled_back`), removes
+       them.
     2. Records are compared byte by byte with the reference history. The checks trust no checksum
        and no hash chain.
     3. The checks never read through a log object, because this could fail or repair data, and would
@@ -195,7 +196,8 @@ class ReplicaGuarantees:
         if isinstance(error, NoSpace):
             self._state.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
-            # The check of the storage itself rejected it. A server may not rely on that check.
+            # The storage's own check has rejected the truncation. A server may not rely on this
+            # check.
             if storage.name in self.corrupted:
                 self._state.count("a corrupt log was not cut")
                 return
@@ -297,13 +299,13 @@ class ReplicaGuarantees:
         """Whether a batch entry may be a substitute for other entries, which were unreadable."""
         return name in self.corrupted and entry.session_id == RECONSTRUCTED
 
-    def _check_identity(self, storage: "SimStorage", what: str) -> None:
+    def _check_identity(self, storage: "SimStorage", data: str) -> None:
         """22. Identity: check that only the registered disk of a replica is changed."""
         assert storage.engine is not None
         registered = self._state.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
             self._state.fail(
-                "Identity", f"{storage.name} has accepted {what}, but has another storage ID"
+                "Identity", f"{storage.name} has accepted {data}, but has another storage ID"
             )
 
     def _check_durable(self, name: str, log: "PartitionLog") -> None:
@@ -392,11 +394,11 @@ class ReplicaGuarantees:
         )
         if found[: len(wanted)] == wanted:
             return
-        at = 0
+        offset = 0
         for position, record in enumerate(self._state.history.records[first : last + 1], first):
-            if found[at : at + len(record)] != record:
+            if found[offset : offset + len(record)] != record:
                 self._state.fail("Fixed", f"{storage.name} has a wrong record {position}")
-            at += len(record)
+            offset += len(record)
 
 
 def _is_contiguous(answer: RangeBytes) -> bool:
@@ -425,13 +427,13 @@ def first_id_on_disk(storage: "SimStorage") -> int:
     return int(segments_of(storage)[0].stem)
 
 
-def data_of_records(content: bytes, at: int) -> Iterator[bytes]:
-    """Yield the application's data in each record from the offset `at` on."""
-    while at < len(content):
-        size = RECORD_PREFIX.unpack_from(content, at)[3]
-        data_at = at + RECORD_PREFIX.size
-        yield content[data_at : data_at + size]
-        at = data_at + size + 4
+def data_of_records(content: bytes, offset: int) -> Iterator[bytes]:
+    """Yield the application's data in each record from an offset on."""
+    while offset < len(content):
+        size = RECORD_PREFIX.unpack_from(content, offset)[3]
+        data_offset = offset + RECORD_PREFIX.size
+        yield content[data_offset : data_offset + size]
+        offset = data_offset + size + 4
 
 
 @lru_cache(maxsize=4_096)

@@ -1,7 +1,7 @@
 """The states that a batch of runs must reach at least once.
 
-A checker without input always passes, so it proves nothing. This module lists the states that make
-a batch meaningful. The component that observes a state counts it.
+A checker without input always passes, so it proves nothing. So this module lists the states that a
+batch must have reached to prove something. The component that observes a state counts it.
 """
 
 from collections.abc import Mapping
@@ -72,4 +72,4 @@ STATES_OF_REPORTS: Final[Mapping[str, str]] = {
 
 def missing_states(counts: Mapping[str, int]) -> list[str]:
     """Return the required states that no run has reached, in the order of `REQUIRED_STATES`."""
-    return [each for each in REQUIRED_STATES if not counts.get(each)]
+    return [required_state for required_state in REQUIRED_STATES if not counts.get(required_state)]

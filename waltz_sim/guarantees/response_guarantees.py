@@ -1,7 +1,7 @@
 """Checks of the messages from servers to clients: none is premature, stale or corrupt.
 
-Every message from a server to a client is checked here, no matter which part of the server produced
-it, and whether the client will accept it.
+Every message from a server to a client is checked here. It does not matter which part of the server
+has sent it, or whether the client will accept it.
 
 Rules:
     1. A server sends an outcome or a high-water mark only while a store session is open and

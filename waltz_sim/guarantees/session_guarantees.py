@@ -8,8 +8,9 @@ Rules:
     1. The content of ZooKeeper is known from the writes that ZooKeeper has applied (`wrote`).
     2. A replica is fenced when its disk has promised the session, whether or not any server has
        received the answer.
-    3. A decision is checked once, at its first sign, which is the report, or the first message that
-       changes a replica. Everything later must agree with this decision.
+    3. The checks compute the expected decision once. They do this when the owner reports its
+       decision, or earlier, when it sends the first message that changes a replica. All later
+       messages must agree with this decision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -327,7 +328,7 @@ class SessionGuarantees:
     def _check_own_append(self, server: "SimServer", replica: str, message: AppendRaw) -> None:
         """7. GateCAS2, and 2.1 I: check that live appends are sent only to engaged replicas."""
         session = SessionId(message.session_id)
-        lasts = [each.last for each in message.lineage if each.session_id == session]
+        lasts = [entry.last for entry in message.lineage if entry.session_id == session]
         if not lasts:
             return
         if session not in self.opened:
@@ -389,7 +390,10 @@ class SessionGuarantees:
         last = -2
         for answer, is_registered in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")
-            ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
+            ends = [
+                int.from_bytes(damage[offset : offset + 8], "big")
+                for offset in range(8, len(damage), 16)
+            ]
             if (
                 answer.suspect
                 or answer.last_session < state.session_id
@@ -457,10 +461,10 @@ class SessionGuarantees:
             case _:
                 pass
 
-    def _check_open(self, session: SessionId, what: str) -> None:
+    def _check_open(self, session: SessionId, effect_name: str) -> None:
         if session not in self.opened:
             self._state.fail(
-                "GateCAS2", f"effect {what} of session {session}, which is not open yet"
+                "GateCAS2", f"effect {effect_name} of session {session}, which is not open yet"
             )
 
     def _check_session_opened(

@@ -1,8 +1,8 @@
 """A disk that records each change, and every state that a crash may leave on it.
 
-`simulated_disk.py` loses power once, at random. Here a program runs to its end, and then every
-state is built that a crash at any point of the run may have left. So no state depends on luck, and
-a sync can be removed or moved without running the program again.
+`simulated_disk.py` loses power once, at random. Here a program runs to its end. Then this module
+builds every state that a crash at any point of the run may have left. So no state depends on luck,
+and a test can remove or move a sync without running the program again.
 
 Rules:
     1. Only synced data is certain. Of the later changes, each sector, each size and each directory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk.file_system import Buffer, File
 
 FileId = int
-UNITS_MAX: Final = 24  # how many units at one point are kept or lost alone
+UNITS_MAX: Final = 24  # at one point, at most so many units are kept or lost alone
 
 
 class CreateFile(NamedTuple):
@@ -408,8 +408,8 @@ class _RecordedFile:
 
     def _note_sectors(self, start: int, end: int) -> None:
         for sector in range(start // SECTOR_BYTES, -(-end // SECTOR_BYTES)) if start < end else ():
-            at = sector * SECTOR_BYTES
-            content = bytes(self.visible[at : at + SECTOR_BYTES]).ljust(SECTOR_BYTES, b"\0")
+            offset = sector * SECTOR_BYTES
+            content = bytes(self.visible[offset : offset + SECTOR_BYTES]).ljust(SECTOR_BYTES, b"\0")
             self.sectors.setdefault(sector, []).append(content)
             self.unsure_sectors.discard(sector)
 
@@ -423,9 +423,9 @@ class _RecordedFile:
         before = self.durable
         self.durable = bytearray(self.visible)
         for sector in unsure:
-            at = sector * SECTOR_BYTES
-            size = len(self.durable[at : at + SECTOR_BYTES])
-            self.durable[at : at + size] = before[at : at + size].ljust(size, b"\0")
+            offset = sector * SECTOR_BYTES
+            size = len(self.durable[offset : offset + SECTOR_BYTES])
+            self.durable[offset : offset + size] = before[offset : offset + size].ljust(size, b"\0")
         self.sectors = unsure
         self.sizes.clear()
 
@@ -435,10 +435,10 @@ class _RecordedFile:
         left = bytearray(self.durable[:size])
         left.extend(bytes(size - len(left)))
         for sector, versions in self.sectors.items():
-            at = sector * SECTOR_BYTES
-            which = keep.version(Sector(number, sector), len(versions)) if at < size else 0
-            if which:
-                left[at : at + SECTOR_BYTES] = versions[which - 1][: size - at]
+            offset = sector * SECTOR_BYTES
+            survivor = keep.version(Sector(number, sector), len(versions)) if offset < size else 0
+            if survivor:
+                left[offset : offset + SECTOR_BYTES] = versions[survivor - 1][: size - offset]
         return bytes(left)
 
 
@@ -524,9 +524,9 @@ class DiskState:
         """Return the contents after a crash in which `keep` chooses the unsynced changes."""
         entries = dict(self._durable_entries)
         for path, values in self._unsynced_entries.items():
-            which = keep.version(DirectoryEntry(path), len(values))
-            if which:
-                is_there, file = values[which - 1]
+            survivor = keep.version(DirectoryEntry(path), len(values))
+            if survivor:
+                is_there, file = values[survivor - 1]
                 entries.pop(path, None)
                 if is_there:
                     entries[path] = file

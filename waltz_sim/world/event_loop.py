@@ -6,10 +6,10 @@ occur between two awaits.
 Rules:
     1. Callbacks run in the order in which they became ready. A timer is an action planned in the
        world, and ends with its process.
-    2. A message or a timer of its process enters the loop. The loop is left when no callback is
-       ready.
-    3. Production code survives errors. So `keep_error` keeps a checker's violation until the loop
-       is left, and then raises it.
+    2. The loop runs when its process receives a message or a timer fires. It runs until no callback
+       is ready.
+    3. Production code catches errors, and could hide the violation that a checker raises. So
+       `keep_error` keeps the violation, and the loop raises it when no callback is ready.
     4. A loop is closed with its process. Its tasks are cancelled and run to their end, so that the
        garbage collector does not end them at a random time.
 """

@@ -1,8 +1,8 @@
 """One file of the simulated disk: its visible content and its durable content.
 
 A power loss affects a file only in these two contents, and in the sectors in which they may differ.
-The disk (`simulated_disk.py`) has the names, the steps and the faults, and the rules that are cited
-here.
+`simulated_disk.py` has the names, steps and faults of a disk, and the rules that comments here
+cite.
 """
 
 from collections.abc import Iterable

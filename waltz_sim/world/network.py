@@ -8,14 +8,14 @@ Rules:
        of the link, once. An end that has closed receives nothing.
     3. A break reaches both ends, each after a delay. Messages in transit may still arrive at the
        far end, like a request that was received but not yet read.
-    4. A message in a blocked direction is lost, and the link with it. Both ends detect that only by
-       keep-alives, much later. The close of an end is lost in the same way.
+    4. A message or a close in a blocked direction is lost. From then on, the link is mute: it drops
+       all messages. Both ends detect this only by keep-alives, much later.
     5. In a world with bytes every message is encoded and decoded, so it shares no memory with its
        sender.
-    6. A dialler's messages may arrive after it has dropped their link. They were delayed by a slow
-       network, or were unread in the socket of the far end. Meanwhile the dialler opens a new link,
-       and may receive answers on it. Only later the far end receives the rest of the old link, in
-       order, and its end.
+    6. A dialler's messages may arrive after it has dropped the link. The network may have delayed
+       them, or they were unread in the socket of the far end. Meanwhile the dialler opens a new
+       link, and may receive answers on it. Later the far end receives the remaining messages of the
+       old link, in order, and then its end.
 """
 
 from functools import partial
@@ -197,7 +197,7 @@ class Network:
         self._remove_if_closed(link)
 
     def _receive_end(self, link: SimLink, end: int, reason: str) -> None:
-        if link.held is None or end == NEAR:  # Otherwise it follows the held messages.
+        if link.held is None or end == NEAR:  # Otherwise the end follows the held messages.
             self._end_link_at(link, end, reason)
 
     def break_link(self, link: SimLink, reason: str) -> None:

@@ -6,11 +6,11 @@ this disk keeps the visible content, the durable content, and the set of sectors
 Rules:
     1. Only `sync` and `sync_directory` make data durable, and only the data of their own file or
        directory.
-    2. A power loss keeps any subset of the unsynced sectors, and any of the sizes in between. Of
-       the changes of names it keeps the first few, as a journal does.
+    2. A power loss keeps any subset of the unsynced sectors, and any size between the durable and
+       the visible size. Of the changes of names it keeps the first few, as a journal does.
     3. A sector (512 bytes) is written as a whole or not at all, also by a failing write.
-    4. A failed sync leaves its sectors marked as clean. They are visible to the program but never
-       become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
+    4. After a failed sync, the sectors are marked as clean. So the program sees them, but they
+       never become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
     5. Every call that changes the disk is a step. A fault is planned for a step with a number, for
        the next step of a kind, or for a read. A callback reports when the fault occurs.
     6. A lying disk reports syncs that it has not done.
@@ -340,7 +340,7 @@ class SimDisk:
     def free_bytes(self, directory: Path) -> int:
         """Return the free space of the disk in bytes."""
         self.check_power()
-        used = sum(len(inode.visible) for inode in self._names.values())
+        used = sum(len(linked.visible) for linked in self._names.values())
         return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
 
     def size_bytes(self, directory: Path) -> int:
@@ -492,25 +492,25 @@ class SimDisk:
         if self.is_powered_off:
             raise PowerLoss
 
-    def step(self, what: str, path: Path) -> DiskFault | None:
+    def step(self, call_name: str, path: Path) -> DiskFault | None:
         """Count a step, and return the fault that is planned for it, if any."""
         self.step_count += 1
         if self._is_traced:
-            self.trace.append(f"{what} {path.name}")
+            self.trace.append(f"{call_name} {path.name}")
         if not self._plans and not self._call_plans:
             return None
         plan = self._plans.pop(self.step_count, None)
         if plan is None and self._call_plans:
-            plan = self._take_call_plan(what)
+            plan = self._take_call_plan(call_name)
         if plan is None:
             return None
         if plan.on_injected is not None:
             plan.on_injected()
         return plan.fault
 
-    def _take_call_plan(self, what: str) -> _PlannedFault | None:
+    def _take_call_plan(self, call_name: str) -> _PlannedFault | None:
         for position, (names, plan) in enumerate(self._call_plans):
-            if what in names:
+            if call_name in names:
                 del self._call_plans[position]
                 return plan
         return None
@@ -523,7 +523,7 @@ class SimDisk:
                 on_injected()
             raise ReadFailed(f"cannot read {path}: input/output error")
 
-    def raise_fault(self, fault: DiskFault | None, what: str, path: Path) -> None:
+    def raise_fault(self, fault: DiskFault | None, call_name: str, path: Path) -> None:
         """Raise the error for a fault; do nothing for None."""
         if fault is None:
             return
@@ -533,9 +533,9 @@ class SimDisk:
         if fault is DiskFault.DISK_FULL:
             if self.on_full is not None:
                 self.on_full()
-            raise NoSpace(f"{what} {path}: no space left on device")
+            raise NoSpace(f"{call_name} {path}: no space left on device")
         if fault is DiskFault.IO_ERROR:
-            raise DiskFailed(f"{what} {path}: input/output error")
+            raise DiskFailed(f"{call_name} {path}: input/output error")
 
     def space_after(self, inode: Inode, size: int) -> int:
         """Return the free bytes if a file had `size` bytes; negative if they are too few.
@@ -545,7 +545,7 @@ class SimDisk:
         growth = size - len(inode.visible)
         if self.capacity_bytes is None or growth <= 0:
             return 0
-        used = sum(len(each.visible) for each in self._names.values())
+        used = sum(len(linked.visible) for linked in self._names.values())
         return self.capacity_bytes - used - growth
 
 

@@ -92,7 +92,7 @@ class World:
         return self.now_us // 1000
 
     @property
-    def trace(self) -> str:
+    def trace_hash(self) -> str:
         """The hash of all notes so far (rule 4)."""
         return self._trace.hexdigest()
 

@@ -4,8 +4,9 @@ The driver finds the archived objects and splits them into tasks by size. Tasks 
 server or a storage.
 
 Rules:
-    1. An archive that cannot be read fails no query: a warning names the partition and the reason,
-       and the task reads the rest from the storages. A URL that names no object store is an error.
+    1. If the archive cannot be read, the query continues. A warning names the partition and the
+       reason, and the task reads the rest from the storages. A URL that names no object store is an
+       error.
 """
 
 import logging

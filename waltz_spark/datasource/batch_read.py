@@ -1,7 +1,7 @@
 """Batch reads: the driver resolves high-water marks once and plans tasks; tasks fetch ranges.
 
-Spark pickles the reader for every task. It calls `partitions` once for a `load`, at the first
-action. So a DataFrame is a snapshot, and the reader contains plain values only.
+Spark pickles the reader for every task, so the reader contains plain values only. Spark calls
+`partitions` once for a `load`, at the first action. So a DataFrame is a snapshot.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +71,8 @@ class WaltzBatchReader(DataSourceReader):
             Unavailable: the cluster does not answer.
         """
         options = self._options
-        # A mark from the user may be later than that of a server that has just lost the partition.
+        # A server that has just lost the partition may report an older mark than the user's mark.
+        # So marks from the user are compared with marks that a quorum has confirmed.
         is_given = not (
             isinstance(options.starting_marks, str) and isinstance(options.ending_marks, str)
         )

@@ -6,14 +6,15 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     1. An upsert of an absent key is `insert`. An upsert of a present key is `update_preimage` and
        `update_postimage`, next to each other; a delete of a present key is `delete`. A delete of an
        absent key has no row.
-    2. `update_preimage` and `delete` have the payload's columns from the previous change of the
-       key. The columns of the log are always those of the transaction that causes the row.
+    2. In `update_preimage` and `delete`, the payload columns have the values of the key's previous
+       change. In all rows, the columns of the log have the values of the transaction that causes
+       the row.
     3. A transaction is a change if its payload fits the schema and its key has no null. A delete
        needs only the key. With `mode=FAILFAST`, any other transaction is an error; with
-       `DROPMALFORMED`, it is not a change. So the rows depend on the log, not on the start of a
+       `DROPMALFORMED`, it is ignored. So the rows depend only on the log, not on the start of a
        read.
-    4. Each step computes rows for a part of a batch: about 8 MiB of previous payloads, and at most
-       the new payloads of one batch.
+    4. To limit memory, each step computes the rows for a part of a batch. A step has about 8 MiB of
+       previous payloads, and at most the new payloads of one batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,9 +115,9 @@ class _Changes:
 class _FeedStep:
     """The changes from index `start` up to `stop` of a batch, with the rows that they replace.
 
-    `previous_indexes` has an index for each change: that of the previous change of its key in the
-    batch or, after the last index of the batch, in `previous_rows`. It is `_NO_ROW` if there is no
-    previous change.
+    For each change, `previous_indexes` has the index of the previous change of its key. Indexes
+    past the end of the batch refer to `previous_rows`. `_NO_ROW` means that there is no previous
+    change.
     """
 
     start: int
@@ -130,7 +131,7 @@ class _FeedStep:
 class ChangeFeed:
     """Computes the rows of a change feed for one partition.
 
-    An object contains encryption keys, so only tasks create it.
+    A `ChangeFeed` contains encryption keys, so only tasks create one.
 
     Args:
         options: the options of the read, with rules from `resolve_rule_columns`.
@@ -207,11 +208,11 @@ class ChangeFeed:
         )
 
     def _key_digests(self, transactions: _Transactions) -> list[bytes]:
-        """Return a digest of each key: its size is fixed, and a file with it contains no keys."""
+        """Return digests of keys: they have a fixed size, and a file with them contains no keys."""
         names = [part.name for part in self._fields]
         columns = [transactions.payload_columns[names.index(name)] for name in self._rules.key]
         keys = pack_rows(columns, self._rules.key, "msgpack").to_pylist()
-        return [blake2b(each, digest_size=KEY_DIGEST_BYTES).digest() for each in keys]
+        return [blake2b(key, digest_size=KEY_DIGEST_BYTES).digest() for key in keys]
 
     def _raise_not_a_change(
         self, transactions: _Transactions, row: int, *, is_delete: bool
@@ -309,8 +310,8 @@ class ChangeFeed:
         """Return the rows of a step (rules 1 and 2)."""
         own_indexes = np.arange(step.start, step.stop)
         deleted, is_known = changes.is_delete[own_indexes], before != _NO_ROW
-        # Each change has a row with the previous payload and a row with its own; either may be
-        # missing.
+        # Each change has up to two rows: one with the previous payload, and one with its own
+        # payload.
         has_row = np.stack([is_known, ~deleted], axis=1)
         kinds = np.stack(
             [
@@ -339,7 +340,7 @@ class ChangeFeed:
 
 
 def _decoder_with_empty_maps(options: ReadOptions) -> Decode | None:
-    """Return the decoder of a format with schemas, extended: an empty payload is an empty map."""
+    """Return the decoder of a format with schemas; it decodes an empty payload as an empty map."""
     decode = payload_decoder(options)
     if decode is None:
         return None

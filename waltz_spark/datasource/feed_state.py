@@ -10,11 +10,12 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
        mark.
     2. When a state moves, it also stores the rows that the move replaced. So it can return to
        `previous_mark`.
-    3. One task uses a file at a time: it holds an exclusive lock until it ends.
-    4. A file is damaged if SQLite cannot read it, if it is not of this version, or if a row does
-       not match its checksum.
-    5. If a row is from a transaction that the log no longer has, the row counts as absent, as in a
-       new state.
+    3. One task uses a file at a time: the task holds an exclusive lock on the file until the task
+       ends.
+    4. A file counts as damaged if SQLite cannot read it, if another version has written it, or if a
+       row does not match its checksum.
+    5. If the transaction of a row has expired from the log, the row counts as absent, because a
+       rebuilt state would not contain the row either.
     6. The memory of a state is its page cache, independent of the number of keys.
 """
 
@@ -195,8 +196,8 @@ def discard_file(file: Path, error: Exception) -> None:
     """Delete a damaged or unreadable file of a state, and log a warning."""
     _log.warning("spark.feed_state_discarded file=%s error=%s", file, error)
     with suppress(OSError):
-        # The journal is kept: it may already belong to a new file. If SQLite finds a journal when
-        # it creates the file, it deletes the journal.
+        # The journal is kept, because it may already belong to a new file. When SQLite creates a
+        # file, it deletes an existing journal.
         file.unlink(missing_ok=True)
 
 
@@ -207,7 +208,7 @@ def _open_state(file: Path) -> FeedState:
     try:
         database.execute(_SET_PAGE_CACHE)
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
-        # Not DELETE: a task whose file was deleted would delete the journal of the next file.
+        # With DELETE, a task whose file was deleted could delete the journal of the next file.
         database.execute("PRAGMA journal_mode = TRUNCATE")
         database.execute("BEGIN EXCLUSIVE")
         ((version,),) = database.execute("PRAGMA user_version")
@@ -259,7 +260,7 @@ def state_file_path(name: str) -> Path | None:
 
 
 def _delete_unused_files(current_file: Path) -> None:
-    """Delete the states that were last used 8 days or longer before the file `current_file`."""
+    """Delete the states whose last use was 8 days or more before that of `current_file`."""
     oldest = current_file.stat().st_mtime - UNUSED_S_MAX
     for file in current_file.parent.glob(f"*{_FILE_SUFFIX}"):
         _delete_if_older(file, oldest)

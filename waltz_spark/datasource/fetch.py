@@ -5,7 +5,7 @@ Batch reads and stream reads use this module.
 Rules:
     1. It processes whole columns; a batch has at most 8,192 rows or about 8 MiB.
     2. If a read needs neither `data` nor payload columns, only headers are fetched.
-    3. IDs are dense: a gap without a filter fails the read.
+    3. IDs are consecutive. If a read has no filter, a gap is an error.
 """
 
 import logging
@@ -150,7 +150,7 @@ class BatchConverter:
 
 def _decode_text(data: pa.Array) -> pa.Array:
     """Decode binary values as UTF-8, with a replacement character for each invalid byte."""
-    texts = [None if each is None else each.decode(errors="replace") for each in data.to_pylist()]
+    texts = [None if row is None else row.decode(errors="replace") for row in data.to_pylist()]
     return pa.array(texts, pa.string())
 
 

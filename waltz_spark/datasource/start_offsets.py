@@ -1,9 +1,12 @@
 """The start of a batch read or of a stream's first micro-batch, and the end of a batch read.
 
-A start by time requires requests to the log or to its archive. A start before the first available
-ID of the log is data loss, unless the options allow it: the transactions in between have expired
-from the archive. The same applies to requested IDs below the first available ID. It also applies to
-an end that the user specifies below it, if the read has no other start.
+A start by time requires requests to the log or to its archive.
+
+Transactions below the first available ID of the log have expired from the archive. A read that
+requests such transactions is data loss, which is an error unless the options allow it:
+- a start before the first available ID,
+- requested IDs below it,
+- an end that the user specifies below it, if the read begins at the beginning of the log.
 """
 
 import logging
@@ -19,7 +22,8 @@ from waltz_spark import planning
 from waltz_spark.datasource.archive_read import last_archived_before
 from waltz_spark.options import ReadOptions
 
-# A start by time takes about thirty sequential requests; this number of partitions does so at once.
+# A start by time takes about thirty sequential requests; at most this number of partitions do this
+# concurrently.
 CONCURRENT_PARTITIONS_MAX = 32
 
 _log = logging.getLogger("waltz")
@@ -98,9 +102,11 @@ def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, i
     is_earliest = options.starting_marks == "earliest" and options.starting_time_ms is None
     is_given = not isinstance(options.ending_marks, str)
     if is_earliest and is_given and not options.transaction_ids:
-        last_requested = {each: end for each, end in end_marks.items() if end > BEFORE_FIRST}
+        last_requested = {
+            partition: end for partition, end in end_marks.items() if end > BEFORE_FIRST
+        }
         _check_not_expired(options, last_requested, first_ids, "option 'endingHighWaterMarks' ends")
-    return {each: max(end, first_ids[each] - 1) for each, end in end_marks.items()}
+    return {partition: max(end, first_ids[partition] - 1) for partition, end in end_marks.items()}
 
 
 def high_water_marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
@@ -124,9 +130,12 @@ def raise_to_first_available(
             ID.
     """
     _check_not_expired(
-        options, {each: start + 1 for each, start in starts.items()}, first_ids, f"{origin} begins"
+        options,
+        {partition: start + 1 for partition, start in starts.items()},
+        first_ids,
+        f"{origin} begins",
     )
-    return {each: max(start, first_ids[each] - 1) for each, start in starts.items()}
+    return {partition: max(start, first_ids[partition] - 1) for partition, start in starts.items()}
 
 
 def _check_not_expired(

@@ -10,16 +10,17 @@ Rules:
     2. Offsets never decrease, except by rule 4. This holds even if a server that has just lost a
        partition reports an old mark.
     3. A start past the end of the log is data loss, after a quorum of the replicas has confirmed
-       the end. It is also data loss if the offset is from another cluster, even if the log is long
-       enough. The exception is a cluster that was restored from a backup of the cluster in the
-       offset, if the backup contains all transactions that the stream has read.
-    4. If the options allow data loss, a partition of another log is read from its start. The offset
-       returns to `BEFORE_FIRST`, in a separate micro-batch that reads nothing from this partition.
+       the end. An offset from another cluster is also data loss, even if the log is long enough. It
+       is no data loss if the cluster was restored from a backup of the cluster in the offset, and
+       if this backup contains all transactions that the stream has read.
+    4. If the offset is from another log (rule 3) and the options allow data loss, the stream reads
+       the partition from its start. First, a micro-batch that reads nothing from this partition
+       sets the offset to `BEFORE_FIRST`.
     5. An offset before the first available ID of its log is data loss, too. If the options allow
        it, the read continues from the first available ID.
     6. A micro-batch that was planned for another log cannot be read. The reader recognizes such a
-       micro-batch by the cluster key, or by an end past the end of the log. Offsets of development
-       versions have no cluster key; the next offset has.
+       micro-batch by the cluster key, or by an end past the end of the log. An offset from a
+       development version has no cluster key; the next offset has one.
 """
 
 import logging
@@ -113,7 +114,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begin, cluster = self._decode_offset(start)
         marks = self._current_marks(begin)
         is_other_log = not self._is_same_log(StreamOffset(begin, cluster))
-        recreated = [each for each, mark in begin.items() if is_other_log or mark > marks[each]]
+        recreated = [
+            partition
+            for partition, mark in begin.items()
+            if is_other_log or mark > marks[partition]
+        ]
         if recreated:
             restart_marks = self._restart_marks(recreated, StreamOffset(begin, cluster), marks)
             return encode_offset({**begin, **restart_marks}, self._cluster_key)
@@ -123,8 +128,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ends = marks
         if self._final_marks is not None:
             # A target from another log would never be reached.
-            ends = {each: min(mark, marks[each]) for each, mark in self._final_marks.items()}
-            ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
+            ends = {
+                partition: min(mark, marks[partition])
+                for partition, mark in self._final_marks.items()
+            }
+            ends = {partition: max(mark, begin[partition]) for partition, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
             ends = divide_by_lag(begin, ends, limit.max_rows)
         return encode_offset(ends, self._cluster_key)
@@ -205,7 +213,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _confirm_marks(self, previous_marks: Marks) -> None:
         """Request confirmed marks if a cached mark is below a known one (rules 2 and 3)."""
-        if any(mark < previous_marks.get(each, mark) for each, mark in self._cached_marks.items()):
+        if any(
+            mark < previous_marks.get(partition, mark)
+            for partition, mark in self._cached_marks.items()
+        ):
             self._cached_marks = self._request_marks(linearizable=True)
 
     def _request_marks(self, *, linearizable: bool) -> Marks:
@@ -253,7 +264,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         is_other_log = not self._is_same_log(StreamOffset(ends, cluster))
         if recreated := [
-            each for each in planned_ends if each in partitions_past_end or is_other_log
+            partition
+            for partition in planned_ends
+            if partition in partitions_past_end or is_other_log
         ]:
             if options.fails_on_data_loss:
                 problem = self._other_cluster_text(cluster, key)
@@ -268,7 +281,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             _log.warning("spark.micro_batch_skipped partitions=%s", recreated)
             spans = [span for span in spans if span.partition not in recreated]
         first_ids = first_available_ids({span.partition: sources[span.partition] for span in spans})
-        begin = {each: begin[each] for each in first_ids}
+        begin = {partition: begin[partition] for partition in first_ids}
         begin = raise_to_first_available(options, begin, first_ids, _START_OF_STREAM)
         ends = {each: max(ends[each], at) for each, at in begin.items()}
         spans = planning.spans(begin, ends, options.transaction_ids)
@@ -312,4 +325,6 @@ class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 def _partitions_with_earlier_end(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
     """Return the partitions whose log ends before the given end."""
-    return [each for each, end in ends.items() if end > sources[each].high_water_mark]
+    return [
+        partition for partition, end in ends.items() if end > sources[partition].high_water_mark
+    ]

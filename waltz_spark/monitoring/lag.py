@@ -39,7 +39,10 @@ def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[LagByPa
             # Spark requested the latest offset earlier: the stream may be past it by now.
             ends = end.marks
             lags.append(
-                {each: max(0, mark - ends.get(each, -1)) for each, mark in latest.marks.items()}
+                {
+                    partition: max(0, mark - ends.get(partition, -1))
+                    for partition, mark in latest.marks.items()
+                }
             )
     return lags
 
@@ -77,7 +80,7 @@ class LagListener(StreamingQueryListener):
     def lags(self) -> dict[str, list[LagByPartition]]:
         """The lags by query ID, log and partition, as of the last progress report of each query."""
         with self._lock:
-            return {query: [dict(each) for each in lags] for query, lags in self._lags.items()}
+            return {query: [dict(lag) for lag in lags] for query, lags in self._lags.items()}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
         """Do nothing: a query has no lag before its first progress report."""
@@ -89,7 +92,7 @@ class LagListener(StreamingQueryListener):
             self._lags[query] = lags
         _log.debug("spark.query_lag query=%s lags=%s", query, lags)
         if self._on_lag is not None:
-            self._on_lag(query, [dict(each) for each in lags])
+            self._on_lag(query, [dict(lag) for lag in lags])
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
         """Do nothing: the last recorded lag is still valid."""

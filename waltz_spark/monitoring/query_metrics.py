@@ -3,12 +3,12 @@
 Rules:
     1. Each scrape computes the lag from the last progress of a query and the current marks of its
        logs. So the lag also grows while a micro-batch hangs.
-    2. A failed query keeps its position, so its lag grows, even if the query starts again and fails
-       in its first micro-batch. A stopped query is removed. Spark may report the end of a run after
-       the next run has begun.
+    2. The position of a failed query is kept, so that its lag grows. This is also the case if the
+       query starts again and fails in its first micro-batch. A stopped query is removed. Spark may
+       report the end of a run only after the next run has begun.
     3. A scrape waits at most `REQUEST_S_MAX` for the marks of the logs; without an answer, it shows
        no lag.
-    4. Several calls, also for the same session or cluster, export each value once.
+    4. Each value is exported once, even after several calls for the same session or cluster.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class _Queries:
             progress.ends, progress.counts = now.ends, now.counts
 
     def end(self, query: str, run: str, *, has_failed: bool) -> bool:
-        """Forget a query, unless it has failed (rule 2); False if it runs again."""
+        """Forget a query, unless it has failed (rule 2); return False if a later run has begun."""
         with self._lock:
             progress = self._queries.get(query)
             if progress is not None and progress.run != run:
@@ -110,8 +110,10 @@ class _Queries:
         """Return the counts of written rows, by the name of the query."""
         counts_by_name: dict[str, WriteCounts] = {}
         with self._lock:
-            for each in self._queries.values():
-                counts_by_name[each.name] = counts_by_name.get(each.name, NO_ROWS).plus(each.counts)
+            for query in self._queries.values():
+                counts_by_name[query.name] = counts_by_name.get(query.name, NO_ROWS).plus(
+                    query.counts
+                )
         return counts_by_name
 
     def positions(self, cluster: str, key: bytes) -> dict[_LagKey, int]:
@@ -144,8 +146,8 @@ class _ProgressListener(StreamingQueryListener):
         progress = event.progress
         query = str(progress.id)
         open_counts(query)  # it may have started before the export
-        ends = [offset_of(each["endOffset"]) for each in progress["sources"]]
-        log_ends = [each for each in ends if each is not None]
+        ends = [offset_of(source["endOffset"]) for source in progress["sources"]]
+        log_ends = [end for end in ends if end is not None]
         now = _Progress(progress.name or query, str(progress.runId), log_ends, read_counts(query))
         _queries.note(query, now)
 
@@ -199,7 +201,7 @@ class _LagRequest:
 
 
 def _age_s(client: WaltzClient, partition: int, transaction_id: int) -> float:
-    """Return the age of a transaction; NaN for one of a 0.13 server, or one that has expired."""
+    """Return the age of a transaction; NaN if a 0.13 server wrote it, or if it has expired."""
     try:
         stamp_ms = stamp_ms_of(client, partition, transaction_id)
     except WaltzError:
@@ -228,8 +230,8 @@ class _Scrape:
             requests = list(self._requests.values())
         until_s = time.monotonic() + REQUEST_S_MAX
         lags: dict[_LagKey, _Lag] = {}
-        for each in requests:
-            lags |= each.wait(max(0.0, until_s - time.monotonic()))
+        for request in requests:
+            lags |= request.wait(max(0.0, until_s - time.monotonic()))
         for key, lag in sorted(lags.items()):
             labels = key._asdict()
             values.add("waltz_spark_lag_transactions", lag.transactions, **labels)
@@ -244,8 +246,8 @@ def export_metrics(
 ) -> None:
     """Export the metrics of the session's streaming queries to `prometheus_client.REGISTRY`.
 
-    Call it before the queries start, and without a port if the driver serves this registry
-    already. If queries read several clusters, call it for each of them.
+    Call the function before the queries start. Omit `port` if the driver serves this registry
+    already. If queries read several clusters, call the function for each cluster.
 
     Args:
         spark: the session.

@@ -2,9 +2,9 @@
 
 Rules:
     1. Tasks infer columns concurrently, each in its own part of the log. If a task fails, or if two
-       tasks do not agree, the tasks run one after the other. Then each task receives the columns
-       that earlier tasks have inferred, as in the follower without Spark. So the columns and the
-       errors are the same.
+       tasks infer different types for a column, the tasks run again, one after the other. Then each
+       task receives the columns that earlier tasks have inferred, as in the follower without Spark.
+       So the columns and the errors are the same as in that follower.
     2. Spark needs the columns of a DataFrame before it runs a task. So tasks return their changes
        as Arrow bytes, which Spark keeps until all columns are known.
 """

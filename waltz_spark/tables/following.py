@@ -157,15 +157,16 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             read once for all of them. Each table has its own commits and marks; the result has them
             by table.
         follower: the name of the follower in the commits of the table.
-        start: the start of a new table: by partition, the mark before the first transaction; or a
-            commit time (in UTC if it has no time zone). Default: the first available transaction.
+        start: the start of a new table. It is a commit time (in UTC if it has no time zone), or a
+            mapping with the mark before the first transaction of each partition. Default: the first
+            available transaction.
         until: the end of the call. "now" is the end of the log at the time of the call. A mapping
             has a mark for each partition; the call also ends at the end of the log if it is before
             these marks. Default: the function returns only with an error.
         batch_transactions: the maximum number of transactions in a commit.
         interval_s: seconds between requests for new transactions.
-        on_progress: a function that is called with two numbers of transactions: those that this
-            call has applied, and those that it has to apply, as far as it knows.
+        on_progress: a function that is called with two numbers: the transactions that this call has
+            applied, and the transactions that it has to apply, as known at this time.
         options: options of the format: `dataFormat` (msgpack by default), `schemaRegistry`,
             `schemaRegistryAuthFile`, `encryptionKeys`, `requireEncryption`, `readFrom`, `archive`,
             `group`, `minPartitions`, `maxTransactionsPerTask`.
@@ -202,11 +203,16 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             log,
             [
                 TableProgress(
-                    each.target,
-                    each.name,
-                    TableMarks(follower, cluster, marks, each.rules.stored_rules(each.headers)),
+                    opened_table.target,
+                    opened_table.name,
+                    TableMarks(
+                        follower,
+                        cluster,
+                        marks,
+                        opened_table.rules.stored_rules(opened_table.headers),
+                    ),
                 )
-                for each in opened_tables
+                for opened_table in opened_tables
             ],
             batch_transactions=batch_transactions,
             on_progress=on_progress,
@@ -216,7 +222,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         finally:
             log.release()
     by_table = {
-        each.name: dict(mark.marks) for each, mark in zip(opened_tables, final_marks, strict=True)
+        opened_table.name: dict(mark.marks)
+        for opened_table, mark in zip(opened_tables, final_marks, strict=True)
     }
     return by_table if table is None else by_table[table]
 
@@ -295,20 +302,20 @@ def _create_log_of_several_tables(
     session: SparkSession, state_reader: LogStateReader, tables: Sequence[_CheckedTable]
 ) -> SharedSparkFollowedLog:
     shared_tables = []
-    for each in tables:
-        if each.declared_columns is None:
+    for table in tables:
+        if table.declared_columns is None:
             raise BadConfig(
-                f"table {each.name}: expected a schema, found none. Hint: with several tables, "
+                f"table {table.name}: expected a schema, found none. Hint: with several tables, "
                 "declare the columns of each."
             )
         shared_tables.append(
             SharedTable(
-                each.name, each.declared_columns, each.rules, each.headers, each.read_options
+                table.name, table.declared_columns, table.rules, table.headers, table.read_options
             )
         )
     options = _without_options(tables[0].read_options, *_PAYLOAD_OPTIONS, "headers")
-    if all(each.headers for each in tables):
-        headers = {header for each in tables for header in each.headers}
+    if all(table.headers for table in tables):
+        headers = {header for table in tables for header in table.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
     return SharedSparkFollowedLog(session, state_reader, shared_tables, options)
 

@@ -4,11 +4,12 @@ The summary of each snapshot stores the marks in property `waltz.marks`. Iceberg
 from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. A batch is committed to its own branch, which begins at v, the snapshot that `marks` has
-       read. Then the branch `main` is moved to the new snapshot. If `main` is no longer at v,
-       Iceberg rejects this move, which raises `Superseded`. So no other commit can come between v
-       and the new snapshot. If another program drops the branch, Iceberg commits to a new branch on
-       top of `main`. So the follower also checks that the parent of the new snapshot is v.
+    1. No other commit may come between v, the snapshot that `marks` has read, and the snapshot of
+       the next batch. So a batch is committed to its own branch, which begins at v. Then the branch
+       `main` is moved to the new snapshot. If `main` is no longer at v, Iceberg rejects this move,
+       and the follower raises `Superseded`. If another program has dropped the branch, Iceberg
+       commits the batch on top of `main`, in a new branch. So the follower also checks that the
+       parent of the new snapshot is v.
     2. Every snapshot in the history of `main` contains its marks and the rows up to them. So a
        rollback to such a snapshot needs no repair: the follower continues from its marks.
     3. Snapshots that only replace files (compaction) do not count as commits of other programs.
@@ -270,8 +271,8 @@ class MergedIcebergTable:
     def _drop_branches(self) -> None:
         """Drop the branches of earlier runs, which would keep their snapshots from expiring.
 
-        `main` has moved since. A branch that is at `main` or one snapshot after it may be in use by
-        another follower. The other branches cannot become `main` any more.
+        A branch that is at `main`, or one snapshot after it, is kept: another follower may use it.
+        `main` can no longer move to the other branches.
         """
         if self._has_dropped_branches:
             return
@@ -335,7 +336,9 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
         at = row["parent_id"]
     has_rows = newest in by_id and by_id[newest]["rows"] != "0"
     # An expired snapshot may have had marks.
-    has_follower = at is not None or any(each.follower is not None for each in other_commits)
+    has_follower = at is not None or any(
+        other_commit.follower is not None for other_commit in other_commits
+    )
     return TableState(None, None, (), has_rows=has_rows or has_follower, rules=rules)
 
 

@@ -242,7 +242,9 @@ def with_error_column(rows: StructType, options: Mapping[str, str]) -> StructTyp
 def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
     """Return the declared columns of transactions and the columns of the log."""
     log_fields = [*_POSITION_FIELDS, *([_HEADER_FIELD] if header else [])]
-    return StructType([*schema, *(each for each in log_fields if each.name not in schema.names)])
+    return StructType(
+        [*schema, *(log_field for log_field in log_fields if log_field.name not in schema.names)]
+    )
 
 
 def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
@@ -274,7 +276,7 @@ def changes_schema(schema: StructType) -> StructType:
 def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     """Reduce the last changes of several tasks to the last change of each key.
 
-    If a key has changes in two partitions, the action on the result fails, with a message after
+    If a key has changes in two partitions, the action on the result fails. The message begins with
     `TWO_PARTITIONS_PREFIX`. Without a key, all changes are returned.
     """
     if not key:

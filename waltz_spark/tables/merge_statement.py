@@ -4,7 +4,7 @@ Rules:
     1. A table has the declared columns, and two columns for the position of the last change of the
        row: `_partition` and `_transaction_id`. Iceberg reserves the first name, so its tables use
        another one.
-    2. If a key has changes in two partitions, the statement fails, with a message after
+    2. If a key has changes in two partitions, the statement fails. The message begins with
        `TWO_PARTITIONS_PREFIX`.
 """
 
@@ -108,8 +108,7 @@ def check_column_names(
                 f"key column {name!r}: expected text without a collation, found {kind}. Hint: "
                 "declare it as string."
             )
-    # A column of the log may be declared; in the `MERGE` it is not the same as the position
-    # columns.
+    # A column of the log may be declared. The `MERGE` distinguishes it from the position columns.
     log = [name for name in LOG_COLUMNS if name not in schema.names]
     reserved_names = {*reserved, *log, DELETED}
     names_by_lower = {name: name for name in reserved_names}

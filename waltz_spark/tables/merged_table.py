@@ -4,22 +4,24 @@ Each commit has the marks as `userMetadata`, and the identifier of the follower 
 reads both from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. The `txn` version of a commit is the number of transactions in the table before it, plus one.
-       So of all commits that were prepared on the same marks, Delta accepts only the first. If the
-       table already has the version of a `MERGE`, or a higher one, Delta skips the `MERGE`. If a
-       commit with the same identifier came between the start and the end of a `MERGE`, Delta
-       rejects the `MERGE`. Both raise `Superseded`.
-    2. Delta does not check for commits of other programs. So a `RESTORE`, or a commit of a follower
-       with another name, may be between the two newest commits of the follower. The follower
-       detects it when it reads the table again (`delta_commits.py`).
+    1. The `txn` version of a commit is the number of transactions in the table before the commit,
+       plus one. So commits that were prepared on the same marks have the same version, and Delta
+       accepts only the first of them. If the table already has the version of a `MERGE`, or a
+       higher version, Delta skips the `MERGE`. If a commit with the same identifier came between
+       the start and the end of a `MERGE`, Delta rejects the `MERGE`. In both cases, the follower
+       raises `Superseded`.
+    2. The `txn` version does not prevent commits of other programs. So a `RESTORE`, or a commit of
+       a follower with another name, may come between two commits of the follower. The follower
+       detects such a commit when it reads the table again (`delta_commits.py`).
     3. A table has the declared columns, and the position of the last change of the row:
        `_partition` and `_transaction_id`.
     4. Auto compaction is off. Otherwise Delta would run an `OPTIMIZE` in the session after the
        `MERGE`, and commit it with the metadata of the follower.
     5. Delta stores values of partition columns as texts, in names of directories. It reads two
-       texts as null: the empty text, and the name that represents null. The follower rejects both,
-       because each change would insert the row with such a key again. The time zone is UTC, because
-       in other zones two timestamps have the same text when daylight saving time ends.
+       texts as null: the empty text, and the name that represents null. The follower rejects both
+       texts: a `MERGE` would not find the row with such a key, and would insert it again. The time
+       zone is UTC, because in other zones two timestamps have the same text when daylight saving
+       time ends.
 """
 
 import contextlib
@@ -98,7 +100,7 @@ class MergedDeltaTable:
         self._has_checked_columns = False
         self._stored_columns = StructType()  # the columns of the version that `marks` has read
         self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
-        self._next_version = 0  # the next `txn` version, after what `marks` has read (rule 1)
+        self._next_version = 0  # the `txn` version of the next commit (rule 1)
         self._partition_columns: list[str] | None = None  # None: not read yet
 
     def columns(self) -> StructType:
@@ -305,7 +307,7 @@ class MergedDeltaTable:
         self, commits: Sequence[DeltaCommit], follower: TableMarks
     ) -> TableState:
         other_marks = [
-            marks for each in commits if (marks := decode_marks(each.metadata)) is not None
+            marks for commit in commits if (marks := decode_marks(commit.metadata)) is not None
         ]
         has_rows = bool(other_marks) or bool(self._read_table().limit(1).collect())
         rules = other_marks[0].rules if other_marks else None

@@ -1,4 +1,4 @@
-"""A table of Parquet files that a follower in Spark writes: tasks write files, the driver marks.
+"""A table of Parquet files. Tasks of Spark write the files, and the driver writes the marks.
 
 The layout and its rules are those of the core (`waltz_core/tables/parquet_table.py`). So a follower
 with Spark continues a table of a follower without Spark, and vice versa. Tasks write with

@@ -117,8 +117,8 @@ class SharedSparkFollowedLog:
         tables: Sequence[SharedTable],
         options: dict[str, str],
     ) -> None:
-        for each in tables:
-            each.check()
+        for table in tables:
+            table.check()
         self._session, self._state_reader = session, state_reader
         self._tables, self._options = list(tables), options
         self._parts: DataFrame | None = None
@@ -147,7 +147,7 @@ class SharedSparkFollowedLog:
             Unavailable: a partition does not answer.
         """
         self.release()
-        lowest_starts = {each: min(marks[each] for marks in starts) for each in ends}
+        lowest_starts = {partition: min(marks[partition] for marks in starts) for partition in ends}
         options = {
             **self._options,
             "startingHighWaterMarks": marks_as_json(lowest_starts),
@@ -156,11 +156,13 @@ class SharedSparkFollowedLog:
         reader = WaltzDataSource(options).reader(_LOG_SCHEMA)
         tasks = [task for task in reader.partitions() if isinstance(task, ReadTask)]
         numbers = self._session.range(0, len(tasks), 1, len(tasks))
-        read = SharedRead(tasks, parse_read(options), self._tables, [dict(each) for each in starts])
+        read = SharedRead(
+            tasks, parse_read(options), self._tables, [dict(start) for start in starts]
+        )
         self._parts = numbers.mapInArrow(read, read.schema()).persist()
         changes_by_table = []
-        for at, table in enumerate(self._tables):
-            changes = self._parts.where(f"t{at} IS NOT NULL").select(f"t{at}.*")
+        for index, table in enumerate(self._tables):
+            changes = self._parts.where(f"t{index} IS NOT NULL").select(f"t{index}.*")
             changes_by_table.append(
                 combine_task_changes(changes, table.rules.key) if len(tasks) > 1 else changes
             )
@@ -182,9 +184,10 @@ class SharedRead:
     def schema(self) -> StructType:
         """Return the schema of the rows: a struct column for each table."""
         kinds = (
-            changes_schema(table_columns(each.declared_columns, each.rules)) for each in self.tables
+            changes_schema(table_columns(table.declared_columns, table.rules))
+            for table in self.tables
         )
-        return StructType([StructField(f"t{at}", kind) for at, kind in enumerate(kinds)])
+        return StructType([StructField(f"t{index}", kind) for index, kind in enumerate(kinds)])
 
     @without_stack_each
     def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -192,9 +195,9 @@ class SharedRead:
         kinds = arrow_schema(self.schema())
         for batch in numbers:
             for number in batch.column(0).to_pylist():
-                for at, changes in enumerate(self._last_changes(self.tasks[number])):
-                    rows = changes.select(kinds.types[at].names)
-                    yield from _as_structs(rows, at, kinds)
+                for index, changes in enumerate(self._last_changes(self.tasks[number])):
+                    rows = changes.select(kinds.types[index].names)
+                    yield from _as_structs(rows, index, kinds)
 
     def _last_changes(self, task: ReadTask) -> list[ArrowTable]:
         """Return, for each table, the last changes in the transactions of a task."""
@@ -209,16 +212,18 @@ class SharedRead:
         source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
         span = TransactionRange(task.partition, task.first, task.last)
         for part in combine_batches(read_log_batches(source, span, self.options, list(columns))):
-            for at, (table, converter) in enumerate(zip(self.tables, converters, strict=True)):
-                after = self.starts[at][task.partition]
+            for index, (table, converter) in enumerate(zip(self.tables, converters, strict=True)):
+                after = self.starts[index][task.partition]
                 with errors_of_table(table.name):
                     rows = [
                         converter.convert(select_transactions(batch, after, table.headers))
                         for batch in part.to_batches()
                     ]
-                    readable = decrypted_rows(rows, kinds[at].names)
-                    decoded = pa.Table.from_batches(readable, schema=kinds[at])
-                    changes_by_table[at] = add_changes(changes_by_table[at], decoded, table.rules)
+                    readable = decrypted_rows(rows, kinds[index].names)
+                    decoded = pa.Table.from_batches(readable, schema=kinds[index])
+                    changes_by_table[index] = add_changes(
+                        changes_by_table[index], decoded, table.rules
+                    )
         return changes_by_table
 
 

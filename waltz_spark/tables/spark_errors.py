@@ -4,8 +4,8 @@ Rules:
     1. An error of the project that a task raises is raised on the driver as this error.
     2. An error of the network, or the loss of an executor, is `Unavailable`, and a follower tries
        again. Other errors of Spark are not changed, and end the follower.
-    3. The message of a violated table constraint contains values of rows, which may be any text. So
-       this error is recognized first.
+    3. The message of a violated table constraint contains values of rows. Such a value may be the
+       text of another error. So the violated constraint is recognized first.
 """
 
 import re

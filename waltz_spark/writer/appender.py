@@ -7,11 +7,11 @@ Rules:
     2. A lost row (the session broke, the partition moved) is known not to be in the log, so it is
        sent again. All later rows of its partition wait for it, so that rule 1 holds. A row that a
        lock rejected is never sent again, because its payload is stale.
-    3. At most `maxInFlight` batches wait for an answer. The input is not read while this number of
-       batches wait. It is also not read while as many rejected rows as fit into these batches wait
-       for their recomputation.
-    4. With a `recompute` function, rejected rows wait for a delay. The rows that the function
-       returns are sent after later rows of the input. Other rows do not wait for them.
+    3. The input is not read while `maxInFlight` batches wait for an answer. It is also not read
+       while too many rejected rows wait for their recomputation: as many as fit into `maxInFlight`
+       batches.
+    4. With a `recompute` function, rejected rows are recomputed after a delay. Other rows do not
+       wait for them, so recomputed rows may be sent after later rows of the input.
 """
 
 import time
@@ -83,7 +83,7 @@ class BatchClient(Protocol):
         client_high_water_mark: int,
         order: ReportOrder,
     ) -> "Future[BatchOutcome]":
-        """Send one append batch; if a batch of `order` has lost rows, later batches are lost."""
+        """Send one append batch; after lost rows, later batches with the same `order` are lost."""
 
 
 class Recompute(Protocol):
@@ -149,7 +149,7 @@ class _WaitingRows(NamedTuple):
 
 @dataclass(slots=True)
 class _PartitionRows:
-    """The rows for one log partition: to send, in flight, to send again, and to recompute."""
+    """The rows for one log partition: unsent, in flight, to be sent again, and to be recomputed."""
 
     waiting: list[_Chunk] = field(default_factory=list)
     waiting_row_count: int = 0

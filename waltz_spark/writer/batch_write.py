@@ -4,14 +4,15 @@ Spark pickles the writer for every task, and unpickles it again for the commit. 
 contains plain values only, and nothing may depend on shared state, `abort` or `finally`.
 
 Rules (docs/spark.md, "Exactly once"):
-    1. A write begins on the driver. So its starting marks are those of its first run, and a task
-       that finds no marks detects that the write has ended. A write without `writeId` gets a new
-       name each time, so only its tasks can run again.
+    1. The driver begins a write, and its first run sets the starting marks. So if a task finds no
+       marks, the write has ended. A write without `writeId` gets a new name in each run. So its
+       tasks can run again, but not the whole write.
     2. `commit` first keeps the results, and then marks the write as done. So if a write is done,
-       its results exist. A write without `writeId` is removed instead. The removal may fail: a job
-       whose rows are all in the log must not fail because ZooKeeper does not answer. If the write
-       was already done, its rows must be the same (`rows_hash.py`). If it was not done, the log
-       must have no rows from tasks that only an earlier run had.
+       its results exist.
+       - A write without `writeId` is removed instead. If the removal fails, the job succeeds
+         anyway, because its rows are all in the log.
+       - If the write was already done, its rows must be the same (`rows_hash.py`).
+       - If the write was not done, the log must have no rows of tasks that only an earlier run had.
     3. `abort` removes nothing, because tasks may still run, and the write may run again.
 """
 
@@ -108,8 +109,8 @@ def _create_job(client: WaltzClient, options: WriteOptions, write: str | None) -
             "not support exactly-once writes. Hint: use exactlyOnce=false."
         )
     check_client_marks(options.marks, client.partition_count)
-    # The marks are resolved once for the whole job: a row without its own mark counts as computed
-    # from the log as of the start of the job.
+    # The marks are resolved once for the whole job. A row without its own mark gets the mark of the
+    # log at the start of the job.
     client_marks = client.high_water_marks(options.partitions)
     marks = {int(partition): int(mark) for partition, mark in client_marks.items()}
     return WriteJob(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)

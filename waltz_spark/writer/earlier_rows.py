@@ -5,14 +5,15 @@ The module handles the rows of an exactly-once write; the client handles its att
 Rules (docs/spark.md, "Exactly once"):
     1. The log is read after the client has mounted all partitions of the write. From then on, no
        earlier attempt of this task can append, so the result stays valid.
-    2. Rows are compared with records by partition, header and data, as multisets: an attempt may
-       have the rows in another order. A row with a round-robin partition matches in any partition.
-       Rows that differ only in locks or mark are not interchangeable: if a record of one of them is
-       in the log, the write fails with an error. `identityColumns` replace header and data.
-    3. A record that no row matches shows that the input has changed: the write fails.
-    4. A record that another task of an earlier run has appended does not belong to this task,
-       unless the input was split into tasks differently. The two cases cannot be distinguished, so
-       the write fails if a row of this task matches such a record.
+    2. Rows are compared with records by partition, and by header and data (or `identityColumns`).
+       The order does not matter, because an attempt may have the rows in another order. A row with
+       a round-robin partition matches in any partition. If several rows differ only in locks or
+       mark, a record in the log could belong to any of them. So the write fails.
+    3. If no row matches a record, the input has changed, so the write fails.
+    4. If a row of this task matches a record that another task of an earlier run has appended, the
+       write fails. The row may be in the log already, because the earlier run has split the input
+       into tasks differently. It may also be another row with the same content. The two cases
+       cannot be distinguished.
     5. Nothing is appended until rules 2 to 4 have been checked; until then, rows are stored in a
        file. So a run that fails because of these rules does not change the log, and a correct run
        can continue.

@@ -5,13 +5,14 @@ After a lock failure, a row is computed again; a stale payload is never sent aga
 Rules:
     1. The function receives rejected rows that have the same mark, and all transactions of their
        partition from this mark to a later mark. These transactions include the conflicting ones.
-    2. A recomputed row stays in its partition and has that later mark. So a transaction that the
-       function has not received can reject the row.
+    2. A recomputed row stays in its partition and has the later mark of rule 1. So only a
+       transaction that the function has not received can cause another rejection.
     3. `waltz_row` is the number of the row that a recomputed row replaces. Each recomputed row
        replaces one row, and has the identity columns of that row. An omitted row stays rejected.
     4. Rows are not recomputed if the transactions since their mark would not fit into memory.
-    5. A transaction that does not fit the input's columns has nulls in them, and is marked. The
-       same applies to a transaction that cannot be decrypted; its payload is null, too.
+    5. If a payload does not fit the input's columns, these columns are null, and a column marks the
+       transaction. The same applies to a payload that cannot be decrypted; the payload is null,
+       too.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Row keys: digests that are equal for a row and its record, to find rows in the log.
+"""Row keys find the rows of a write in the log: a row and its record have the same key.
 
 Rules:
     1. A row key is a digest of partition, header and data. With option `identityColumns`, it is a

@@ -4,10 +4,10 @@ ZooKeeper stores both for days in the summary of a finished write, so their defi
 change.
 
 Rules (docs/spark.md, "A write ID identifies its rows"):
-    1. A row is identified as in the log (`row_keys.py`): by header and payload, or by the columns
-       of option `identityColumns`, and by its partition, unless that is a round-robin one. Locks
-       and marks do not count: a repeated run may compute them from a newer state, and the log does
-       not store them.
+    1. A row is identified as in the log (`row_keys.py`): by header and payload, or by
+       `identityColumns`. Its partition also identifies it, unless the partition was chosen
+       round-robin. Locks and marks are not compared: a repeated run may compute them from a newer
+       state, and the log does not store them.
     2. The hash of a row has 64 bits, mixed from the CRC-32 and the length of its payload, its
        partition and its header. The hash of several rows is the sum of their hashes modulo 2**64,
        which does not depend on their order, tasks or batches.

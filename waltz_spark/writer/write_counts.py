@@ -1,4 +1,4 @@
-"""Counts of a stream's written rows, from the process that commits them to the driver's Python.
+"""Passes the counts of a stream's written rows from the process that commits them to the driver.
 
 Spark commits each micro-batch in a Python process on the driver's machine, and passes no counts on
 (docs/decisions/067). So `waltz_spark.export_metrics` makes a file for each query, to which the
@@ -6,8 +6,8 @@ commit adds.
 
 Rules:
     1. Without a file, a commit writes nothing.
-    2. The directory belongs to the user of the process, and no other user may write to it, because
-       its parent directory is shared by all users.
+    2. All users share the parent of the directory. So the directory belongs to the user of the
+       process, and no other user may write to it.
     3. A file is replaced as a whole. A query has one commit at a time.
     4. A commit never fails because of its counts, because its rows are already in the log.
 """

@@ -52,12 +52,12 @@ GRANTS = Grants(
 def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
     principal, requirement, permitted
 ):
-    found = {
-        each
-        for each in range(-1, 12)
-        if not GRANTS.for_principal(principal).missing_verb(requirement, each)
+    numbers = {
+        number
+        for number in range(-1, 12)
+        if not GRANTS.for_principal(principal).missing_verb(requirement, number)
     }
-    assert found == permitted
+    assert numbers == permitted
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def granted(verb=READ, partitions=()):
         (((0, 3), (7, 7)), ((0, 7),), True),
         (((0, 3),), None, True),
         (None, None, True),
-        (None, ((0, 1 << 30),), False),  # of partitions that may be added
+        (None, ((0, 1 << 30),), False),  # partitions that may be added later
         (((0, 3),), ((0, 1), (3, 3)), False),
         (((0, 3),), (), False),
     ],

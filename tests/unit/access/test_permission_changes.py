@@ -133,7 +133,7 @@ def test_verbs_are_parsed_in_order_and_once():
     assert changes.parse_verbs("append, read,append") == (APPEND, READ)
 
 
-# --- the last replicate
+# --- the last principal with `replicate`
 
 
 def test_the_last_grant_of_replicate_for_a_partition_is_kept():
@@ -210,7 +210,7 @@ def test_limits_are_set_one_by_one_and_removed_together():
 
 def test_tokens_are_added_and_revoked_by_id():
     changed = changes.add_token(EMPTY, "ab" * 32, TOKEN)
-    # Again, after an unknown outcome.
+    # The change is repeated after an unknown outcome.
     assert changes.add_token(changed, "ab" * 32, TOKEN) == changed
     with pytest.raises(BadRequest, match="a token with ID t1 exists already"):
         changes.add_token(changed, "cd" * 32, TOKEN)

@@ -53,10 +53,10 @@ def test_a_pattern_must_match_a_whole_name_and_one_principal(pattern, expected):
     ["anonymous", "other", "", "two words", "a" * 129, "ä", "a\nb", "a\n", "x\0y", "a,b", "a=b"],
 )
 def test_reserved_and_invalid_names_are_not_accepted_as_principals(name):
-    found = principal_of(
+    principal = principal_of(
         certificate(("commonName", name)), compile_principal_pattern("(?s:CN=(.*))")
     )
-    assert found is None
+    assert principal is None
 
 
 def test_a_pattern_does_not_match_a_prefix_of_a_name():

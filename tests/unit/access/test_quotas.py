@@ -48,7 +48,7 @@ def test_after_the_burst_of_a_second_requests_wait_for_their_turn():
     quota = quota_of(appends_per_s=10)
     waits = [begin(quota, START_NS) for _ in range(21)]
     assert waits == [max(0, number - 10) * 100 * MS for number in range(21)]
-    # The requests wait for at most a second; the next one would wait longer.
+    # A request waits for at most a second; the next request would wait longer.
     error = begin(quota, START_NS)
     assert isinstance(error, Overloaded)
     assert error.retry_after_ms == 1_100
@@ -194,7 +194,7 @@ def test_a_principal_cannot_refill_its_bucket_by_a_new_connection():
     for number in range(QUOTAS_MAX + 1):
         quotas.quota_of(f"p{number}", START_NS + SECOND_NS)
     assert quotas.quota_of("etl", START_NS + SECOND_NS) is quota
-    # When the bucket is full again, the quota may be dropped.
+    # When the token bucket is full again, the quota may be dropped.
     for number in range(QUOTAS_MAX + 1):
         quotas.quota_of(f"q{number}", START_NS + 2 * SECOND_NS)
     assert quotas.quota_of("etl", START_NS + 2 * SECOND_NS) is not quota
@@ -213,13 +213,13 @@ def test_the_first_principals_with_a_grant_have_their_own_metric_label():
     limits = {"*": PrincipalLimits(connections=3)}
     quotas = apply_limits(Quotas(), limits, grants, groups={"team": members})
     names = ("p0", *members, "last", "without-grant")
-    for each in names:
-        quotas.quota_of(each, 0).add_connection(each)
+    for name in names:
+        quotas.quota_of(name, 0).add_connection(name)
     labels = [*("p0", *members)[:METRIC_LABELS_MAX], OTHER_LABEL]
     assert list(quotas.usage) == labels
     unlabeled_count = len(names) - METRIC_LABELS_MAX
     assert quotas.connection_and_feed_counts() == {
-        each: ((unlabeled_count if each == OTHER_LABEL else 1), 0) for each in labels
+        label: ((unlabeled_count if label == OTHER_LABEL else 1), 0) for label in labels
     }
 
 
@@ -243,7 +243,7 @@ def test_a_principal_over_its_client_ids_does_not_affect_others():
     limit = IssuedIdLimit()
     for _ in range(IDS_PER_BURST):
         limit.take("etl", START_NS)
-    limit.take("etl", START_NS)  # it exceeds the burst, and later ones wait for it
+    limit.take("etl", START_NS)  # this request exceeds the burst, so later requests wait
     with pytest.raises(
         Overloaded, match="client IDs faster than this server permits: 20000"
     ) as caught:

@@ -1,4 +1,4 @@
-"""Tokens: the text of a file, and where their bytes never appear (rule 1 of tokens.py)."""
+"""Tokens: the text of a file; their bytes never appear in texts (rule 1 of tokens.py)."""
 
 import copy
 import hashlib

@@ -74,7 +74,7 @@ def test_threads_share_a_load_or_its_error(cache, waiting_callers, fails):
 
     with ThreadPoolExecutor(4) as threads:
         gets = [threads.submit(cache.get, "key", load) for _ in range(4)]
-    outcomes = [repr(each.exception()) if fails else each.result() for each in gets]
+    outcomes = [repr(get.exception()) if fails else get.result() for get in gets]
     assert outcomes == 4 * ["ArchiveUnavailable('no route')" if fails else "value of key"]
     assert len(calls) == 1
     assert has_loaded(cache, "key") is fails

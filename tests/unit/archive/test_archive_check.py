@@ -27,7 +27,7 @@ PAGE = f"{PARTITION_ID}/manifests/page"
 
 
 class Archive:
-    """A log in an archive: four objects, of which a page of the manifest has the first two."""
+    """A log in an archive: four objects; a page of the manifest lists the first two."""
 
     def __init__(self, folder: Path, **options):
         self.folder = folder
@@ -61,7 +61,7 @@ class Archive:
         self.log = self.log._replace(manifest=manifest, name="relisted", crc=crc)
 
     def flip(self, name, at):
-        """Change one byte; `at` is a part of the file's length."""
+        """Change one byte; `at` is its position as a fraction of the file's length."""
         data = bytearray(self.path(name).read_bytes())
         data[int(at * len(data))] ^= 0x10
         self.path(name).write_bytes(data)
@@ -85,7 +85,7 @@ class Archive:
     def problem(self, name, **options):
         """Check the whole archive; return the problem of the only corrupt file."""
         check = self.check(**options)
-        assert [each.name for each in check.bad_files] == [name]
+        assert [bad_file.name for bad_file in check.bad_files] == [name]
         assert check.next_id == self.log.manifest.last + 1 or not check.object_count
         return check.bad_files[0]
 
@@ -99,7 +99,7 @@ def test_an_archive_without_faults_has_no_findings(archive):
     check = archive.check()
     assert check.bad_files == []
     assert (check.object_count, check.next_id) == (4, archive.log.manifest.last + 1)
-    sizes = [archive.path(archive.object(each)).stat().st_size for each in range(4)]
+    sizes = [archive.path(archive.object(number)).stat().st_size for number in range(4)]
     assert check.byte_count == sum(sizes)
 
 
@@ -108,8 +108,8 @@ def test_an_archive_without_faults_has_no_findings(archive):
 def test_a_flipped_byte_of_an_object_is_found(archive, at, number):
     """A byte of its pages, of its footer or at its end."""
     archive.flip(archive.object(number), at)
-    found = archive.problem(archive.object(number))
-    assert "expected a file with CRC-32" in found.problem
+    problem = archive.problem(archive.object(number))
+    assert "expected a file with CRC-32" in problem.problem
 
 
 def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
@@ -132,12 +132,12 @@ def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
     one = archive.path(archive.object(1))
     data = one.read_bytes()
     one.write_bytes(data[:-100])
-    found = archive.problem(archive.object(1))
-    assert f"expected a file of {len(data)} bytes, found {len(data) - 100}" in found.problem
+    problem = archive.problem(archive.object(1))
+    assert f"expected a file of {len(data)} bytes, found {len(data) - 100}" in problem.problem
     one.unlink()
-    found = archive.problem(archive.object(1))
-    assert "it does not exist" in found.problem
-    assert (found.first, found.last) == archive.listed[1][1:3]
+    problem = archive.problem(archive.object(1))
+    assert "it does not exist" in problem.problem
+    assert (problem.first, problem.last) == archive.listed[1][1:3]
     shutil.copy(archive.path(archive.object(3)), one)
     expected, other = (archive.listed[each].first for each in (1, 3))
     assert (
@@ -149,9 +149,9 @@ def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
 def test_a_corrupt_or_missing_manifest_is_found(archive):
     last = archive.log.manifest.last
     archive.flip(archive.log.name, 0.5)
-    found = archive.problem(archive.log.name)
-    assert f"expected {archive.log.crc:08x}" in found.problem
-    assert (found.first, found.last) == (0, last)
+    problem = archive.problem(archive.log.name)
+    assert f"expected {archive.log.crc:08x}" in problem.problem
+    assert (problem.first, problem.last) == (0, last)
     archive.path(archive.log.name).unlink()
     assert "it does not exist" in archive.problem(archive.log.name).problem
 
@@ -170,21 +170,21 @@ def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
 
 
 def test_the_archive_of_another_partition_is_not_accepted(archive):
-    found = archive.problem(archive.log.name, partition=PARTITION_ID + 1)
-    assert "expected 4 as the partition (recorded in ZooKeeper), found 3" in found.problem
+    problem = archive.problem(archive.log.name, partition=PARTITION_ID + 1)
+    assert "expected 4 as the partition (recorded in ZooKeeper), found 3" in problem.problem
 
 
 def test_a_corrupt_or_missing_page_hides_only_the_objects_that_it_lists(archive):
     archive.flip(PAGE, 0.5)
     check = archive.check()
-    assert [each.name for each in check.bad_files] == [PAGE]
+    assert [bad_file.name for bad_file in check.bad_files] == [PAGE]
     assert " as CRC-32, found " in check.bad_files[0].problem
     assert check.object_count == 2
     archive.path(PAGE).unlink()
     assert "it does not exist" in archive.problem(PAGE).problem
     # The objects after it are still checked.
     archive.flip(archive.object(3), 0.5)
-    assert [each.name for each in archive.check().bad_files] == [PAGE, archive.object(3)]
+    assert [bad_file.name for bad_file in archive.check().bad_files] == [PAGE, archive.object(3)]
 
 
 def test_all_wrong_files_are_named(archive):
@@ -192,7 +192,9 @@ def test_all_wrong_files_are_named(archive):
     archive.flip(archive.object(1), 0.5)
     archive.path(archive.object(3)).unlink()
     check = archive.check()
-    assert [each.name for each in check.bad_files] == [archive.object(each) for each in (0, 1, 3)]
+    assert [bad_file.name for bad_file in check.bad_files] == [
+        archive.object(each) for each in (0, 1, 3)
+    ]
     assert check.object_count == 2
 
 
@@ -207,7 +209,7 @@ def test_a_check_of_a_range_reads_only_the_objects_with_its_ids(archive):
 
 
 def test_a_chain_that_does_not_continue_the_previous_object_is_found(tmp_path):
-    """The check finds it also if it begins with the second object."""
+    """The check also detects this if it begins with the second object."""
     intact, other = Archive(tmp_path / "good"), Archive(tmp_path / "other", seed=9)
     entries = intact.listed
     for number in (2, 3):
@@ -215,7 +217,7 @@ def test_a_chain_that_does_not_continue_the_previous_object_is_found(tmp_path):
     intact.relist([*entries[:2], *other.listed[2:]])
     for first in (0, entries[2].first):
         check = intact.check(first=first)
-        assert [each.name for each in check.bad_files] == [intact.object(2)]
+        assert [bad_file.name for bad_file in check.bad_files] == [intact.object(2)]
         assert f"the chain hash before transaction {entries[2].first}" in check.bad_files[0].problem
 
 
@@ -249,7 +251,7 @@ def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, tex
 
 
 def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
-    """The check does not know the chain after such a page either."""
+    """After such a page, the check cannot verify the chain."""
     entries = archive.listed
     manifest = replace(archive.log.manifest, pages=(), newest_objects=tuple(entries))
     for number in (0, 1):
@@ -263,7 +265,7 @@ def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
     crc = write_manifest(archive.store, manifest, "paged")
     recorded = RecordedArchive(manifest.first, manifest.last, manifest.chain, "paged", crc)
     check = archive.check(recorded)
-    assert [each.name for each in check.bad_files] == ["page 1"]
+    assert [bad_file.name for bad_file in check.bad_files] == ["page 1"]
     expected, found = entries[1][1:3], entries[0][1:3]
     assert f"expected {expected} as IDs, found {found}" in check.bad_files[0].problem
     assert check.object_count == 3

@@ -20,7 +20,7 @@ from waltz_core.archive.upload import expire, upload
 from waltz_core.errors import BeforeLogStart, ChecksumMismatch
 
 NOW_MS = 2_000_000_000_000
-OBJECT_IDS = 10  # of each object
+OBJECT_IDS = 10  # the number of IDs in each object
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def recorded_after_expiry(new_manifest, expired):
 )
 def test_only_objects_that_are_completely_below_an_id_expire(archived, before, first):
     store, new_manifest = archived
-    found = run_expiry(store, new_manifest, before=before)
-    assert found.first == first
-    assert bool(found.name) == (first > 0)
-    if found.name:
-        head = read_manifest(store, recorded_after_expiry(new_manifest, found))
+    manifest = run_expiry(store, new_manifest, before=before)
+    assert manifest.first == first
+    assert bool(manifest.name) == (first > 0)
+    if manifest.name:
+        head = read_manifest(store, recorded_after_expiry(new_manifest, manifest))
         assert (head.first, head.last, head.chain) == (first, new_manifest.last, new_manifest.chain)
 
 
@@ -91,8 +91,8 @@ def set_commit_times(store, new_manifest, monkeypatch):
         *head.newest_objects,
     ]
     changed = tuple(
-        each._replace(commit_ms_min=time_ms, commit_ms_max=time_ms)
-        for each, time_ms in zip(entries, times, strict=True)
+        entry._replace(commit_ms_min=time_ms, commit_ms_max=time_ms)
+        for entry, time_ms in zip(entries, times, strict=True)
     )
     bounds = page._replace(commit_ms_min=times[0], commit_ms_max=times[1])
     found = manifest.replace(head, pages=(bounds,), newest_objects=changed[2:])
@@ -169,7 +169,7 @@ def test_the_next_expiry_removes_deleted_objects_from_the_manifest(archived):
     later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=22)
     assert (later.first, later.name != "") == (30, True)
     head = read_manifest(store, recorded_after_expiry(uploaded, later))
-    assert (head.pages, [each.first for each in head.newest_objects]) == ((), [30, 40, 50])
+    assert (head.pages, [entry.first for entry in head.newest_objects]) == ((), [30, 40, 50])
     uploaded = upload(store, KEY, job_after(recorded_after_expiry(uploaded, later), attempt=23))
     assert read_manifest(store, uploaded).first == 30
 
@@ -183,7 +183,7 @@ def test_uploads_continue_after_all_objects_have_expired(archived):
     assert not read_manifest(store, later).newest_objects
     uploaded = upload(store, KEY, job_after(later, attempt=22))
     head = read_manifest(store, uploaded)
-    assert (head.first, [each.first for each in head.newest_objects], head.last) == (60, [60], 69)
+    assert (head.first, [entry.first for entry in head.newest_objects], head.last) == (60, [60], 69)
 
 
 def test_a_manifest_that_reads_back_differently_is_an_error(archived):

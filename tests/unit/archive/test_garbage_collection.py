@@ -37,15 +37,15 @@ OTHER_NONCE = bytes([1] * 16)
 
 
 class CollectedStore(FailingStore):
-    """A failing store whose lists and deletes fail, too; `on_delete` runs before each delete."""
+    """A store whose lists and deletes also fail as planned; `on_delete` runs before each delete."""
 
     on_delete = staticmethod(lambda: None)
 
     def list_files(self, folder):
         self._fail_if_chosen("list", folder, is_after=False)
-        found = super().list_files(folder)
+        files = super().list_files(folder)
         self._fail_if_chosen("list", folder, is_after=True)
-        return found
+        return files
 
     def delete(self, name):
         self.on_delete()
@@ -56,18 +56,18 @@ class CollectedStore(FailingStore):
 
 def all_files(store):
     return {
-        each.name: ArchiveStore.read(store, each.name)
-        for each in ArchiveStore.list_files(store, "")
+        file.name: ArchiveStore.read(store, file.name)
+        for file in ArchiveStore.list_files(store, "")
     }
 
 
 def listed_files(store, new_manifest):
     """Return the names of a manifest, its pages and its objects."""
     head = read_manifest(ArchiveStore(store.url), new_manifest)
-    names = {new_manifest.name, *(each.name for each in head.newest_objects)}
+    names = {new_manifest.name, *(entry.name for entry in head.newest_objects)}
     for page in head.pages:
         entries = decode_page(page, ArchiveStore.read(store, page.name)).entries
-        names |= {page.name, *(each.name for each in entries)}
+        names |= {page.name, *(entry.name for entry in entries)}
     return names
 
 
@@ -83,7 +83,7 @@ def run(store, job, *, now_ms=LATER_MS):
 
 
 def fail_upload(store, new_manifest, *, attempt, writes=1, kind=Crash, **changes):
-    """Let an upload end after it has written `writes` files."""
+    """Let an upload fail after it has written `writes` files."""
     store.fail_next(2 * writes, is_after=False, kind=kind)
     with pytest.raises(kind):
         upload(store, KEY, job_after(new_manifest, attempt=attempt, **changes))
@@ -107,8 +107,8 @@ def archived(tmp_path, monkeypatch):
 def test_a_file_name_contains_the_attempt_that_has_written_the_file(archived):
     store, _ = archived
     origins = [origin_of(name) for name in all_files(store)]
-    assert {each.attempt for each in origins} == {*range(12), 99}
-    assert {(each.session_id, each.nonce) for each in origins} == {(9, NONCE)}
+    assert {origin.attempt for origin in origins} == {*range(12), 99}
+    assert {(origin.session_id, origin.nonce) for origin in origins} == {(9, NONCE)}
     folder, attempt_suffix = f"{CLUSTER}/3/objects", f"9-{NONCE.hex()}-2"
     assert origin_of(f"{folder}/0-1-{attempt_suffix}.parquet") == FileOrigin(9, NONCE, 2)
     for name in (
@@ -130,12 +130,12 @@ def test_files_of_the_recorded_manifest_remain_readable(archived):
     store, new_manifest = archived
     before = all_files(store)
     remaining = listed_files(store, new_manifest)
-    found = run(store, collection_job(new_manifest))
+    result = run(store, collection_job(new_manifest))
     after = all_files(store)
     assert set(after) == remaining
     assert after.items() <= before.items()
     garbage = [len(data) for name, data in before.items() if name not in remaining]
-    assert found == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
+    assert result == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
     reader = ArchiveReader(
         ArchiveStore(store.url), new_manifest.name, new_manifest.file_crc, ArchiveCache(1 << 20)
     )
@@ -158,7 +158,7 @@ def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived)
 
 
 def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
-    """A restore checks after the pin that the objects exist, and would not see a later delete."""
+    """A restore writes the pin, then checks the objects; it would not detect a later delete."""
     store, new_manifest = archived
     deleted = []
 
@@ -167,13 +167,13 @@ def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
             pin_objects(ArchiveStore(store.url), KEY, b"k" * 16)
         deleted.append(None)
 
-    before = {each for each in all_files(store) if "/objects/" in each}
+    before = {all_file for all_file in all_files(store) if "/objects/" in all_file}
     store.on_delete = pin_after_one
-    found = run(store, collection_job(new_manifest))
-    after = {each for each in all_files(store) if "/objects/" in each}
+    result = run(store, collection_job(new_manifest))
+    after = {all_file for all_file in all_files(store) if "/objects/" in all_file}
     assert len(before - after) == 1
-    assert found.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
-    assert not found.has_more
+    assert result.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
+    assert not result.has_more
 
 
 def test_pins_are_listed_and_removed(archived):
@@ -217,7 +217,7 @@ def heads_of(store):
 
 
 def test_a_replaced_manifest_is_kept_for_the_grace_period(archived):
-    """Also an old one is kept, because lagging replicas know only its name."""
+    """Even an old manifest is kept, because lagging replicas have only its name."""
     store, new_manifest = archived
     now_ms = 10 * REPLACED_GRACE_MS
     heads, listed = heads_of(store), listed_files(store, new_manifest)
@@ -292,7 +292,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
             run(store, collection_job(newer_manifest, session=11, nonce=NONCE, attempt=0))
         assert all_files(store) == before
         newer_manifest = upload_in_session_10(store, newer_manifest, attempt=attempt)
-    # The operator abandons the backups that need them.
+    # The operator gives up the backups that need these files.
     for name in heads_of(store)[6]:
         if "/6-9-" in name:
             store.delete(name)
@@ -301,7 +301,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
 
 
 def test_failed_attempts_of_several_sessions_are_not_taken_for_a_rollback(archived):
-    """Each owner may have written the version after the recorded one, and nothing above it."""
+    """Each owner may have written the version after the recorded version, and no higher version."""
     store, new_manifest = archived
     for session in (10, 11, 12):
         upload(
@@ -368,13 +368,13 @@ def test_a_collection_deletes_a_few_files_at_a_time(archived, monkeypatch):
     store, new_manifest = archived
     garbage = len(all_files(store)) - len(listed_files(store, new_manifest))
     assert garbage > 10
-    found = run(store, collection_job(new_manifest))
-    assert (found.file_count, found.has_more) == (5, True)
+    result = run(store, collection_job(new_manifest))
+    assert (result.file_count, result.has_more) == (5, True)
     garbage -= 5
-    while (found := run(store, collection_job(new_manifest))).has_more:
-        assert found.file_count == 5
+    while (result := run(store, collection_job(new_manifest))).has_more:
+        assert result.file_count == 5
         garbage -= 5
-    assert found.file_count == garbage
+    assert result.file_count == garbage
 
 
 @pytest.mark.parametrize("kind", [ArchiveUnavailable, Crash])
@@ -454,6 +454,6 @@ def test_progress_is_reported_with_each_call_of_the_store(archived):
 def test_listed_files_have_sizes_and_times(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("1/a", b"abc")
-    (found,) = store.list_files("1")
+    (file,) = store.list_files("1")
     modified_ms = Path(tmp_path / "1/a").stat().st_mtime_ns // 1_000_000
-    assert found == ("1/a", 3, modified_ms)
+    assert file == ("1/a", 3, modified_ms)

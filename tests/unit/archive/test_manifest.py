@@ -35,10 +35,10 @@ def read(found):
 
 def test_a_manifest_round_trips():
     for count in (0, 1, 30):
-        found = manifest_with_objects(count)
-        assert read(found) == found
-        assert (found.version, found.last) == (count, 10 * count - 1)
-    assert found.chain == entry(29).chain
+        manifest = manifest_with_objects(count)
+        assert read(manifest) == manifest
+        assert (manifest.version, manifest.last) == (count, 10 * count - 1)
+    assert manifest.chain == entry(29).chain
 
 
 @pytest.mark.parametrize("first", [9, 11])
@@ -91,24 +91,24 @@ def test_each_expiry_has_its_own_grace_period():
     found = manifest_with_objects(4).with_expiry(10, 0).with_expiry(30, 100)
     assert found.deletable_below(EXPIRY_GRACE_MS) == 10
     found = read(found.with_expiry(30, EXPIRY_GRACE_MS))
-    assert [each.first for each in found.newest_objects] == [10, 20, 30]
-    assert found.deletable_below(EXPIRY_GRACE_MS) == 10  # for the objects of a remaining page
+    assert [entry.first for entry in found.newest_objects] == [10, 20, 30]
+    assert found.deletable_below(EXPIRY_GRACE_MS) == 10  # a page still lists the next objects
     assert found.deletable_below(EXPIRY_GRACE_MS + 100) == 30
 
 
 def test_the_first_available_id_never_decreases():
-    found = manifest_with_objects(4).with_expiry(20, 0)
+    manifest = manifest_with_objects(4).with_expiry(20, 0)
     for first in (19, 41):
         with pytest.raises(AssertionError):
-            found.with_expiry(first, 0)
+            manifest.with_expiry(first, 0)
 
 
 def test_a_changed_byte_is_found():
     data = manifest_with_objects(3).to_bytes()
     rng = Random(1)
-    for at in rng.sample(range(len(data)), 100):
+    for offset in rng.sample(range(len(data)), 100):
         changed = bytearray(data)
-        changed[at] ^= 1 << rng.randrange(8)
+        changed[offset] ^= 1 << rng.randrange(8)
         with pytest.raises((BadFormat, ChecksumMismatch), match="manifest m"):
             Manifest.from_bytes(bytes(changed), "m")
 

@@ -15,7 +15,7 @@ from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
 from waltz_core.records.record import GENESIS_CHAIN
 
-SIZES = (3, 1, 40, 7)  # of the batches; more than `raw_records` processes one by one
+SIZES = (3, 1, 40, 7)  # of batches; one is large enough for bulk processing
 FIRST_ID = 1_000
 
 
@@ -26,12 +26,12 @@ def open_object(data):
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_records_and_batches_return_byte_for_byte(rows):
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
-    found = open_object(encode_object(records, lineage, rows=rows))
-    pieces = [found.read_row_group(group) for group in range(found.group_count)]
-    assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
-    assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
-    assert list(found.verify()) == lineage
-    assert found.metadata == ObjectMetadata(
+    archive_object = open_object(encode_object(records, lineage, rows=rows))
+    pieces = [archive_object.read_row_group(group) for group in range(archive_object.group_count)]
+    assert b"".join(bytes(piece.records) for piece in pieces) == b"".join(records)
+    assert [n for piece in pieces for n in piece.lengths] == [len(record) for record in records]
+    assert list(archive_object.verify()) == lineage
+    assert archive_object.metadata == ObjectMetadata(
         CLUSTER_KEY, 3, FIRST_ID, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
     )
 
@@ -42,7 +42,7 @@ def test_any_parquet_reader_can_read_the_rows():
     assert table.column("transaction_id").to_pylist() == list(
         range(FIRST_ID, FIRST_ID + sum(SIZES))
     )
-    assert table.column("data").to_pylist() == [each[36:-4] for each in records]
+    assert table.column("data").to_pylist() == [record[36:-4] for record in records]
     times = table.column("commit_time").to_pylist()
     assert times[: SIZES[0]] == [None] * SIZES[0]  # rule 3
     assert {each.timestamp() for each in times[SIZES[0] :]} == {1_700_000_000.0}
@@ -51,25 +51,25 @@ def test_any_parquet_reader_can_read_the_rows():
 def test_row_groups_can_be_skipped_by_id_time_and_header():
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     metadata = pq.ParquetFile(io.BytesIO(encode_object(records, lineage))).metadata
-    names = {name: at for at, name in enumerate(metadata.schema.names)}
+    names = {name: index for index, name in enumerate(metadata.schema.names)}
     for name in ("transaction_id", "header", "commit_time"):
         assert metadata.row_group(1).column(names[name]).statistics.has_min_max, name
     assert metadata.row_group(1).column(names["transaction_id"]).statistics.min == FIRST_ID + 10
 
 
 def test_a_changed_byte_is_detected_or_does_not_change_the_object():
-    """A byte of the pages, of the statistics or of the footer."""
+    """The byte is in the pages, in the statistics or in the footer."""
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     whole = encode_object(records, lineage)
     rng, found = Random(4), 0
-    for at in rng.sample(range(len(whole)), 100):
+    for offset in rng.sample(range(len(whole)), 100):
         data = bytearray(whole)
-        data[at] ^= 1 << rng.randrange(8)
+        data[offset] ^= 1 << rng.randrange(8)
         try:
             reopened = open_object(bytes(data))
             assert list(reopened.verify()) == lineage
             pieces = [reopened.read_row_group(group) for group in range(reopened.group_count)]
-            assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
+            assert b"".join(bytes(piece.records) for piece in pieces) == b"".join(records)
         except (BadFormat, ChecksumMismatch) as error:
             found += str(error).startswith("archived object")
     assert found > 25
@@ -78,19 +78,21 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_object():
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
-    found = open_object(encode_object(records, lineage, rows=rows))
-    outlines, entries = found.read_outlines()
+    archive_object = open_object(encode_object(records, lineage, rows=rows))
+    outlines, entries = archive_object.read_outlines()
     assert entries == lineage
-    assert [each.first for each in outlines] == list(range(FIRST_ID, FIRST_ID + len(records), rows))
-    pieces = [found.read_row_group(group) for group in range(found.group_count)]
-    assert [each.crcs for each in outlines] == [
-        raw_records.record_crcs(*each[:2]) for each in pieces
+    assert [outline.first for outline in outlines] == list(
+        range(FIRST_ID, FIRST_ID + len(records), rows)
+    )
+    pieces = [archive_object.read_row_group(group) for group in range(archive_object.group_count)]
+    assert [outline.crcs for outline in outlines] == [
+        raw_records.record_crcs(*piece[:2]) for piece in pieces
     ]
 
 
 @pytest.mark.parametrize("column", SCHEMA.names)
 def test_a_changed_byte_of_each_column_is_found(column):
-    """Also of the column of commit times, which no chain and no record CRC covers (rule 4)."""
+    """This includes the column of commit times, which no chain or record CRC covers (rule 4)."""
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     data = bytearray(encode_object(records, lineage))
     chunk = open_object(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))
@@ -111,11 +113,11 @@ def test_an_error_of_the_store_is_not_reported_as_damage():
             return super().read(*arguments)
 
     source = FailingSource(encode_object(*make_batches(FIRST_ID, sizes=SIZES)))
-    found = ArchiveObject(source, "o")
+    archive_object = ArchiveObject(source, "o")
     source.is_failing = True
     for read in (
-        lambda: found.read_row_group(0),
-        found.read_outlines,
+        lambda: archive_object.read_row_group(0),
+        archive_object.read_outlines,
         lambda: ArchiveObject(source, "o"),
     ):
         with pytest.raises(ArchiveUnavailable, match="no route"):
@@ -123,7 +125,7 @@ def test_an_error_of_the_store_is_not_reported_as_damage():
 
 
 def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(tmp_path):
-    """Rules 5 and 6; `native` fails first, as a store does."""
+    """Rules 5 and 6; `native`, PyArrow's own reader, fails first."""
 
     class FailingFile(StoreFile):
         is_failing = False
@@ -137,13 +139,13 @@ def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(t
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("o", encode_object(*log))
     with FailingFile(store.open("o").native, "o") as source:
-        found = ArchiveObject(source, "o")
+        archive_object = ArchiveObject(source, "o")
         source.is_failing = True
-        assert list(found.verify()) == log[1]  # with reads of `native` only
-        found._native = store.open("o").native
-        found._native.close()
+        assert list(archive_object.verify()) == log[1]  # with reads of `native` only
+        archive_object._native = store.open("o").native
+        archive_object._native.close()
         with pytest.raises(ArchiveUnavailable, match="no route"):
-            found.read_row_group(0)
+            archive_object.read_row_group(0)
 
 
 def test_only_the_calling_thread_reads_a_python_file(tmp_path):
@@ -164,8 +166,8 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("o", encode_object(*log))
     for source in (Source(encode_object(*log)), RecordingFile(store.open("o").native, "o")):
-        found = ArchiveObject(source, "o")
-        assert list(found.verify()) == found.read_outlines()[1] == log[1]
+        archive_object = ArchiveObject(source, "o")
+        assert list(archive_object.verify()) == archive_object.read_outlines()[1] == log[1]
     assert readers == {threading.get_ident()}
 
 
@@ -209,10 +211,10 @@ def test_a_file_that_is_not_an_object_is_rejected():
 
 def test_a_footer_with_other_counts_of_rows_is_found():
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
-    found = open_object(encode_object(records, lineage, rows=10))
-    found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
+    archive_object = open_object(encode_object(records, lineage, rows=10))
+    archive_object.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
     with pytest.raises(BadFormat, match="object o: "):
-        found.read_outlines()
+        archive_object.read_outlines()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30])

@@ -35,7 +35,7 @@ OBJECT_NAME = f"{PARTITION_ID}/objects/1.parquet"
 
 
 class CountingStore(ArchiveStore):
-    """Lists the files that were opened, also those opened ahead, and may be unreachable."""
+    """Records the opened files, also those of read-ahead; a test can make it unreachable."""
 
     def __init__(self, url):
         super().__init__(url)
@@ -74,7 +74,7 @@ def reader_of(store, log, cache):
 
 
 def check(log, read, first, last, bytes_max):
-    """Check that a read returned as much as fits, and exactly what was archived."""
+    """Check that a read returned as many records as fit, and exactly the archived records."""
     count = int(read.lengths.size)
     expected = log.records[first : first + count]
     assert read.first == first
@@ -181,9 +181,9 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_range(store):
     path = path_of(store, OBJECT_NAME)
     whole = path.read_bytes()
     rng, found = Random(5), []
-    for at in rng.sample(range(len(whole)), 40):
+    for offset in rng.sample(range(len(whole)), 40):
         data = bytearray(whole)
-        data[at] ^= 1 << rng.randrange(8)
+        data[offset] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
         with closing(ArchiveCache(UNLIMITED_BYTES)) as cache:
             try:
@@ -289,12 +289,12 @@ def test_threads_may_share_a_reader_and_a_small_cache(store):
             each.result()
     cache.close()
     assert 0 < cache.byte_count <= cache.bytes_max
-    files = sum(path_of(store, each).stat().st_size for each in store.list_names(""))
+    files = sum(path_of(store, name).stat().st_size for name in store.list_names(""))
     assert files > cache.bytes_max
 
 
 def test_sequential_reads_find_the_next_row_group_in_memory(store, monkeypatch):
-    """Also the first row group of the next object, with its index."""
+    """The next row group may be the first of the next object, with its index."""
     monkeypatch.setattr(archive_cache, "READ_AHEAD_THREADS", 1)
     log = write_archive(store, rows=10)
     with closing(ArchiveCache(UNLIMITED_BYTES)) as cache:
@@ -318,15 +318,15 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     reader = reader_of(store, log, cache)
     last = len(log.records) - 1
     entries = reader.objects_between(0, last)
-    assert [each.first for each in entries] == [0, 51, 102, 153, 204, 255]
-    assert all(each.file_bytes == path_of(store, each.name).stat().st_size for each in entries)
+    assert [entry.first for entry in entries] == [0, 51, 102, 153, 204, 255]
+    assert all(entry.file_bytes == path_of(store, entry.name).stat().st_size for entry in entries)
     assert reader.objects_between(50, 51) == entries[:2]
     assert reader.objects_between(152, 153) == entries[2:4]
     assert reader.objects_between(300, UNLIMITED_BYTES) == entries[5:]
     assert reader.objects_between(last + 1, UNLIMITED_BYTES) == []
     assert reader.objects_between(9, 8) == []
     for time_ms in range(FIRST_COMMIT_MS - 500, FIRST_COMMIT_MS + 7_000, 500):
-        older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
+        older = [entry.last for entry in log.lineage if 0 < entry.stamp_ms < time_ms]
         assert reader.last_committed_before(time_ms) == max(older, default=-1)
     crc = write_manifest(store, log.manifest.with_expiry(60, 0), "expired")
     assert ArchiveReader(store, "expired", crc, cache).last_committed_before(FIRST_COMMIT_MS) == 59
@@ -382,8 +382,8 @@ def test_the_documented_snippets_read_objects_in_s3(bucket, monkeypatch):
     names = {
         "status": {"archive": bucket},
         "objects": [
-            {"name": each.name, "url": f"{base}/{each.name}", "first": 1, "last": each.last}
-            for each in log.manifest.newest_objects
+            {"name": entry.name, "url": f"{base}/{entry.name}", "first": 1, "last": entry.last}
+            for entry in log.manifest.newest_objects
         ],
     }
     for library in ("pyarrow", "Polars"):

@@ -18,11 +18,11 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch, WaltzError
 
-OBJECT_IDS = 10  # of each object
+OBJECT_IDS = 10  # the number of IDs in each object
 
 
 class ArchivedLog:
-    """Six objects with IDs 0..59, of which a page of the manifest has the first two."""
+    """Six objects with IDs 0..59; a page of the manifest lists the first two."""
 
     def __init__(self, folder):
         self.store = CorruptingStore(f"file://{folder}")
@@ -40,9 +40,9 @@ class ArchivedLog:
     def entries_of(self, new_manifest):
         head = self.head(new_manifest)
         paged = [
-            each
+            entry
             for page in head.pages
-            for each in decode_page(page, self.store.read(page.name)).entries
+            for entry in decode_page(page, self.store.read(page.name)).entries
         ]
         return [*paged, *head.newest_objects]
 
@@ -100,7 +100,7 @@ def test_the_manifest_lists_the_new_object_in_place_of_the_old_one(archived, num
     assert [each for each in new if each not in old] == [new[number]]
     assert new[number].name.endswith("-20.parquet")
     assert new[number][1:] == old[number][1:], "same IDs, chain, bytes and times"
-    assert [each[2:] for each in head.pages] == [each[2:] for each in before.pages]
+    assert [page[2:] for page in head.pages] == [page[2:] for page in before.pages]
     assert archived.read(uploaded, number * OBJECT_IDS) == whole
     assert kept.items() <= all_files(archived.store).items(), "nothing is overwritten or deleted"
 
@@ -197,4 +197,4 @@ def test_the_old_object_is_garbage_once_the_new_manifest_is_recorded(archived, i
     names = set(ArchiveStore(archived.store.url).list_names(""))
     assert listed_files(archived.store, uploaded) <= names
     assert (archived.entries[0].name in names) == is_pinned
-    assert {each.name for each in archived.entries[1:]} <= names
+    assert {entry.name for entry in archived.entries[1:]} <= names

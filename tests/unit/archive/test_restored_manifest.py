@@ -82,9 +82,9 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
         NEW_KEY, 9, NONCE, batch
     )
     entries = SavedManifest.read(store, new_manifest.name, new_manifest.file_crc).entries()
-    (found,) = (each for each in entries if each.first == old.first)
-    assert found.name.endswith("-4.parquet"), "the first object with the same chain"
-    assert found[1:] == old[1:]
+    (entry,) = (each for each in entries if each.first == old.first)
+    assert entry.name.endswith("-4.parquet"), "the first object with the same chain"
+    assert entry[1:] == old[1:]
 
 
 def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, log):
@@ -98,7 +98,7 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
     def restored():
         found = RestoredRange(store, read_saved_manifest(store, log))
         return next(
-            each.name for each in found._manifest.newest_objects if each.first == newest[0].first
+            entry.name for entry in found._manifest.newest_objects if entry.first == newest[0].first
         )
 
     store.write(name, data)
@@ -120,32 +120,32 @@ def test_an_object_replaced_in_a_restored_cluster_is_found_under_the_new_key(sto
     store.delete(object_name(0))
     with pytest.raises(ObjectMissing, match=object_name(0)):
         RestoredRange(store, saved)
-    batches = [each for each in log.lineage if each.last <= last]
+    batches = [entry for entry in log.lineage if entry.last <= last]
     name = f"{UUID(bytes=NEW_KEY)}/{PARTITION_ID}/objects/0-{last}-9-{NONCE.hex()}-4.parquet"
     store.write(name, encode_object(log.records[: last + 1], batches, cluster_key=NEW_KEY))
     range_with_new_object = RestoredRange(store, saved)
     range_with_new_object.check_objects_exist()
     assert range_with_new_object.batch_end_at(last) == end
-    found = range_with_new_object.write_manifest(b"o" * 16, 10, NONCE, end)
-    entries = SavedManifest.read(store, found.name, found.file_crc).entries()
-    assert [each.name for each in entries] == [name]
+    manifest = range_with_new_object.write_manifest(b"o" * 16, 10, NONCE, end)
+    entries = SavedManifest.read(store, manifest.name, manifest.file_crc).entries()
+    assert [entry.name for entry in entries] == [name]
 
 
 def test_the_end_of_a_restored_range_is_always_the_end_of_a_batch(store, log):
-    found = RestoredRange(store, read_saved_manifest(store, log))
-    assert (found.first, found.last) == (0, 4 * ROWS_PER_OBJECT - 1)
-    ends = {each.last: BatchEnd(each.last, each.chain, each.stamp_ms) for each in log.lineage}
+    restored = RestoredRange(store, read_saved_manifest(store, log))
+    assert (restored.first, restored.last) == (0, 4 * ROWS_PER_OBJECT - 1)
+    ends = {entry.last: BatchEnd(entry.last, entry.chain, entry.stamp_ms) for entry in log.lineage}
     last_end = None
     for last in range(4 * ROWS_PER_OBJECT):
         last_end = ends.get(last, last_end)
-        assert found.batch_end_at(last) == last_end
-    assert found.batch_end_at(-1) is None
+        assert restored.batch_end_at(last) == last_end
+    assert restored.batch_end_at(-1) is None
     with pytest.raises(
         BadRequest,
         match=rf"to restore in 0\.\.{4 * ROWS_PER_OBJECT - 1}.*found "
         rf"{4 * ROWS_PER_OBJECT}",
     ):
-        found.batch_end_at(4 * ROWS_PER_OBJECT)
+        restored.batch_end_at(4 * ROWS_PER_OBJECT)
 
 
 @pytest.mark.parametrize(
@@ -198,18 +198,18 @@ def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     restored = restore(store, log, found.batch_end_at(found.last))
     manifest = Manifest.from_bytes(store.read(restored.name), restored.name)
     assert len(manifest.pages) == 3
-    assert {each.name.partition("/")[0] for each in manifest.pages} == {str(UUID(bytes=NEW_KEY))}
+    assert {page.name.partition("/")[0] for page in manifest.pages} == {str(UUID(bytes=NEW_KEY))}
     reread_manifest = SavedManifest.read(store, restored.name, restored.file_crc)
     assert reread_manifest.entries() == read_saved_manifest(store, log).entries()
 
 
 def test_the_end_before_a_time_is_the_end_of_the_last_batch_with_an_earlier_stamp(store, log):
-    found = RestoredRange(store, read_saved_manifest(store, log))
+    restored = RestoredRange(store, read_saved_manifest(store, log))
     for number, reach in enumerate(accumulate([ROWS_PER_OBJECT] * 4)):
-        # The first batch of each object has no stamp: nothing proves that it is old enough.
+        # The first batch of each object has no stamp, so its age is unknown.
         stamp = FIRST_COMMIT_MS + 1_000 * number
-        assert found.last_committed_until(stamp) == reach - 1
-        assert found.last_committed_until(stamp - 1) == reach - ROWS_PER_OBJECT - 1
+        assert restored.last_committed_until(stamp) == reach - 1
+        assert restored.last_committed_until(stamp - 1) == reach - ROWS_PER_OBJECT - 1
 
 
 def test_another_archive_is_an_error_and_does_not_count_as_expired(store, log, tmp_path):
@@ -223,23 +223,25 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
     store.delete(object_name(0))
     with pytest.raises(ObjectMissing, match=r"object .*0\.parquet with .* use --without-expired"):
         RestoredRange(store, read_saved_manifest(store, log))
-    found = RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
-    assert found.first == ROWS_PER_OBJECT
+    restored = RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
+    assert restored.first == ROWS_PER_OBJECT
     with pytest.raises(
         BadRequest,
         match=r"expected a last transaction to restore in "
         rf"{ROWS_PER_OBJECT}\.\.",
     ):
-        found.batch_end_at(ROWS_PER_OBJECT - 1)
-    written_manifest = found.write_manifest(NEW_KEY, 9, NONCE, found.batch_end_at(found.last))
+        restored.batch_end_at(ROWS_PER_OBJECT - 1)
+    written_manifest = restored.write_manifest(
+        NEW_KEY, 9, NONCE, restored.batch_end_at(restored.last)
+    )
     manifest = Manifest.from_bytes(store.read(written_manifest.name), written_manifest.name)
     assert (manifest.first, manifest.newest_objects[0].first) == (ROWS_PER_OBJECT, ROWS_PER_OBJECT)
 
 
 @pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (1, 2, 3)])
 def test_a_missing_object_that_has_not_expired_is_an_error(store, log, numbers):
-    for each in numbers:
-        store.delete(object_name(each))
+    for number in numbers:
+        store.delete(object_name(number))
     with pytest.raises(
         ObjectMissing, match=r"object .*\.parquet with transactions .* does not exist"
     ):
@@ -250,10 +252,10 @@ def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):
     other = ArchiveStore(f"file://{tmp_path}/other")
     write_archive(other, sizes=SIZES, seed=5, folder=FOLDER)
     damage(store, object_name(3), other.read(object_name(3)))
-    found = RestoredRange(store, read_saved_manifest(store, log))
+    restored = RestoredRange(store, read_saved_manifest(store, log))
     with pytest.raises(ChecksumMismatch, match=r"3\.parquet: expected chain hash"):
-        found.batch_end_at(found.last)
-    assert found.batch_end_at(3 * ROWS_PER_OBJECT - 1) is not None
+        restored.batch_end_at(restored.last)
+    assert restored.batch_end_at(3 * ROWS_PER_OBJECT - 1) is not None
 
 
 def test_each_file_of_a_manifest_is_verified(store, log):
@@ -323,22 +325,22 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
 
 @pytest.mark.parametrize(("key", "version"), [(CLUSTER_KEY, 10), (NEW_KEY, 5)])
 def test_the_new_manifest_has_a_higher_version_than_all_of_its_cluster(store, log, key, version):
-    """Otherwise manifests written after the backup would look like a rollback."""
+    """With a lower version, manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
-    found = RestoredRange(store, read_saved_manifest(store, log))
-    manifest = found.write_manifest(key, 9, NONCE, found.batch_end_at(ROWS_PER_OBJECT - 1))
+    restored = RestoredRange(store, read_saved_manifest(store, log))
+    manifest = restored.write_manifest(key, 9, NONCE, restored.batch_end_at(ROWS_PER_OBJECT - 1))
     assert Manifest.from_bytes(store.read(manifest.name), manifest.name).version == version
     assert manifest_version_of(manifest.name) == version
 
 
 def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
-    found = RestoredRange(store, read_saved_manifest(store, log))
-    found.check_objects_exist()
+    restored = RestoredRange(store, read_saved_manifest(store, log))
+    restored.check_objects_exist()
     store.delete(object_name(0))
     later = RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
     with pytest.raises(
         ObjectMissing,
         match=f"{object_name(0)} with transactions 0..{ROWS_PER_OBJECT - 1} was deleted",
     ):
-        found.check_objects_exist()
+        restored.check_objects_exist()
     later.check_objects_exist()

@@ -58,7 +58,7 @@ def test_damage_is_reported_until_its_place_is_read_without_error():
 
 
 def test_an_open_archive_imports_no_further_modules(tmp_path):
-    """An upgrade may replace them under a running storage."""
+    """An upgrade may replace the modules while a storage runs."""
     code = (
         "import sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"

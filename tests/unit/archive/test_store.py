@@ -174,7 +174,7 @@ def test_a_file_is_synced_before_it_gets_its_name_and_the_name_is_synced(store, 
         ("link", f"{base}/{NAME}"),
         ("sync", f"{base}/7/objects"),
     ]
-    # Another process cannot know that the folders are durable, and syncs their names once.
+    # Another process has no information that the folders are durable, so it syncs their names once.
     names = [("sync", each) for each in (str(Path(base).parent), base, f"{base}/7")]
     other = ArchiveStore(store.url)
     for name, synced in (("7/objects/2", names), ("7/objects/3", [])):
@@ -252,7 +252,7 @@ def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
     with pytest.raises(ArchiveUnavailable, match=f"container/folder/{NAME}: .*403") as caught:
         getattr(store, call)(NAME)
     assert rejecting_server.paths
-    assert all("sig=top%2Fsecret%3D" in each for each in rejecting_server.paths)
+    assert all("sig=top%2Fsecret%3D" in path for path in rejecting_server.paths)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -282,20 +282,20 @@ def test_a_secret_in_a_url_is_rejected_and_not_shown(secret):
 
 @pytest.mark.parametrize("known", [None, "AWS_REGION", "AWS_DEFAULT_REGION"])
 def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, monkeypatch):
-    """Otherwise the SDK blocks all threads while it waits for the metadata service of EC2."""
+    """Without a region, the SDK blocks all threads while it waits for EC2's metadata service."""
     calls = []
 
     def create_file_system(**options):
-        calls.append((options["region"], [os.environ.get(each) for each in variables]))
+        calls.append((options["region"], [os.environ.get(variable) for variable in variables]))
         return LocalFileSystem()
 
     variables = ("AWS_REGION", "AWS_DEFAULT_REGION")
-    for each in variables:
-        monkeypatch.delenv(each, raising=False)
+    for variable in variables:
+        monkeypatch.delenv(variable, raising=False)
     if known:
         monkeypatch.setenv(known, "eu-central-1")
     monkeypatch.setattr(store_module.arrow_fs, "S3FileSystem", create_file_system)
     ArchiveStore("s3://bucket/folder?region=eu-west-3")
-    own = [known and ("eu-central-1" if each == known else None) for each in variables]
+    own = [known and ("eu-central-1" if variable == known else None) for variable in variables]
     assert calls == [("eu-west-3", own if known else ["eu-west-3", None])]
-    assert [os.environ.get(each) for each in variables] == (own if known else [None, None])
+    assert [os.environ.get(variable) for variable in variables] == (own if known else [None, None])

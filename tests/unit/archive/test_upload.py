@@ -73,20 +73,20 @@ def test_consecutive_uploads_archive_the_whole_log(store):
     first = upload(store, KEY, one)
     two = job_after(first, attempt=2)
     second = upload(store, KEY, two)
-    found = read_manifest(store, second)
-    assert (found.version, found.last, found.chain) == (2, 19, two.end.chain)
-    assert (second.last, second.chain) == (found.last, found.chain)
-    assert [each.first for each in found.newest_objects] == [0, 10]
-    for entry, job in zip(found.newest_objects, (one, two), strict=True):
+    manifest = read_manifest(store, second)
+    assert (manifest.version, manifest.last, manifest.chain) == (2, 19, two.end.chain)
+    assert (second.last, second.chain) == (manifest.last, manifest.chain)
+    assert [each.first for each in manifest.newest_objects] == [0, 10]
+    for entry, job in zip(manifest.newest_objects, (one, two), strict=True):
         data = store.read(entry.name)
         assert (entry.file_bytes, entry.file_crc) == (len(data), crc32(data))
         assert entry.commit_ms_min == entry.commit_ms_max == 5
         with store.open(entry.name) as source:
             read = ArchiveObject(source, entry.name)
             whole = b"".join(
-                bytes(read.read_row_group(each).records) for each in range(read.group_count)
+                bytes(read.read_row_group(number).records) for number in range(read.group_count)
             )
-            assert whole == b"".join(bytes(each.records) for each in job.runs)
+            assert whole == b"".join(bytes(run.records) for run in job.runs)
             assert [each.last for each in read.verify()] == [
                 batch.last for run in job.runs for batch in run.batches
             ]
@@ -194,7 +194,7 @@ def test_an_upload_has_the_rate_of_its_limit(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}", limit)
     uploaded = upload(store, KEY, job_after())
     assert uploaded.last == read_manifest(ArchiveStore(store.url), uploaded).last
-    written_bytes = sum(each.byte_count for each in store.list_files(""))
+    written_bytes = sum(file.byte_count for file in store.list_files(""))
     last = (tmp_path / uploaded.name).stat().st_size
     assert time.now_s * 1_000 == pytest.approx(2 * written_bytes - last), (
         "all reads wait but the last"

@@ -66,7 +66,7 @@ OPERATIONS = ["read", "write", "read", "write", "read", "write", "read"]
 
 @pytest.fixture
 def archived(tmp_path, monkeypatch):
-    """Return a store and the manifest of its four objects; the next one needs a page."""
+    """Return a store and the manifest of its four objects; the next object needs a page."""
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = FailingStore(f"file://{tmp_path}")
     uploaded = None
@@ -108,9 +108,9 @@ def test_after_a_failure_or_a_crash_the_next_attempt_continues(archived, number,
     assert len(garbage) - len(before) == (number + is_after) // 2, "files of the failed attempt"
     store.fail_next(-1, is_after=False)
     after = upload(store, KEY, job_after(new_manifest, attempt=10))
-    found = read_manifest(store, after)
-    assert [each.first for each in found.newest_objects] == [20, 30, 40]
-    listed = [each.name for each in (*found.pages, *found.newest_objects)]
+    manifest = read_manifest(store, after)
+    assert [entry.first for entry in manifest.newest_objects] == [20, 30, 40]
+    listed = [each.name for each in (*manifest.pages, *manifest.newest_objects)]
     assert after.name not in garbage
     assert not [name for name in listed if name in garbage and name not in before]
     assert garbage.items() <= files_of(store).items(), "nothing is overwritten or deleted"

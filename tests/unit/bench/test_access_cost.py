@@ -42,13 +42,13 @@ def test_the_clusters_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monke
 
     monkeypatch.setattr(access_cost, "_run_cluster", running)
     monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: 0.0)
-    found = access_cost.compare(workload, LOAD, None, 3)
+    verdict = access_cost.compare(workload, LOAD, None, 3)
     assert order == ["off", "on", "on", "off", "off", "on"]
-    assert found.access_ratio == 1.1  # of 1.5, 1.1 and 1.1
-    assert found.extra["cpu_us_per_tx_off"] == [10_000, 20_000, 10_000]
-    assert (found.rows, found.bytes) == (3 * ROWS, 21)
-    assert (found.lost, found.errors) == (6, 12)
-    assert found.cpu_seconds["server"] == pytest.approx(4.8)
+    assert verdict.access_ratio == 1.1  # of 1.5, 1.1 and 1.1
+    assert verdict.extra["cpu_us_per_tx_off"] == [10_000, 20_000, 10_000]
+    assert (verdict.rows, verdict.bytes) == (3 * ROWS, 21)
+    assert (verdict.lost, verdict.errors) == (6, 12)
+    assert verdict.cpu_seconds["server"] == pytest.approx(4.8)
 
 
 def test_a_meter_adds_the_parts_of_a_load(monkeypatch):

@@ -48,10 +48,10 @@ class AccessCluster:
 
         async def publish():
             names = ("server-1", f"storage-{ADDRESSES[0]}")
-            for each, name, revision in zip(self.daemons, names, revisions, strict=True):
+            for daemon, name, revision in zip(self.daemons, names, revisions, strict=True):
                 if revision is not None:
-                    each.set_applied_revision(name, revision)
-                    await each._applied.publish()
+                    daemon.set_applied_revision(name, revision)
+                    await daemon._applied.publish()
 
         asyncio.run(publish())
 
@@ -141,8 +141,10 @@ def test_every_change_needs_permissions_and_a_cluster(empty_cluster):
         ("check", "a", "read"),
         ("token", "revoke", "t"),
     ]
-    for each in arguments:
-        assert "has no permissions. Hint: `access init`" in empty_cluster.run(*each, code=1).stderr
+    for argument in arguments:
+        assert (
+            "has no permissions. Hint: `access init`" in empty_cluster.run(*argument, code=1).stderr
+        )
 
 
 def test_grants_are_shown_and_checked(cluster):
@@ -404,14 +406,14 @@ def test_expired_tokens_are_removed_together(cluster, tmp_path):
     path = ACCESS_ZNODE
     found = cluster.permissions
     old = {
-        key: replace(each, expires_ms=1) if each.principal == "a" else each
-        for key, each in found.tokens.items()
+        key: replace(token, expires_ms=1) if token.principal == "a" else token
+        for key, token in found.tokens.items()
     }
     entry = cluster.zookeeper.entry(path)
     cluster.zookeeper._nodes[path] = replace(
         entry, data=access_node.encode_permissions(replace(found, tokens=old))
     )
-    assert [each["is_expired"] for each in cluster.json("list")["tokens"]] == [True, False]
+    assert [token["is_expired"] for token in cluster.json("list")["tokens"]] == [True, False]
     removed = cluster.run("token", "revoke", "--expired")
     assert removed.stdout.startswith("expired tokens removed: 1; the permissions have revision")
     assert [each.principal for each in cluster.permissions.tokens.values()] == ["b"]
@@ -493,7 +495,7 @@ def test_a_command_names_the_daemons_that_use_its_revision(cluster):
     )
     assert cluster.json("list")["late"] == {STORAGE: "it uses revision 4"}
     cluster.publish(5, 5)
-    # The same command waits again.
+    # If the command is repeated, it waits again.
     assert "all 2 daemons use revision 5" in cluster.run("grant", "etl", "append").stderr
 
 
@@ -536,14 +538,14 @@ def test_an_assigned_server_without_a_zookeeper_session_is_reported(cluster):
     report = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert (report["unregistered"], report["applied"]) == (["server 1"], [STORAGE])
     assert cluster.json("list")["unregistered"] == ["server 1"]
-    cluster.set_assignment({})  # the other servers have taken its partitions
+    cluster.set_assignment({})  # the other servers have taken over its partitions
     assert cluster.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
 
 
 def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(cluster):
     cluster.publish(3, 3)
-    for each in cluster.daemons:
-        each._znodes.expire()
+    for daemon in cluster.daemons:
+        daemon._znodes.expire()
     timed_out = cluster.run(
         "revoke", "servers", "replicate", "--group", "--force", "--timeout-s", "0", code=1
     )

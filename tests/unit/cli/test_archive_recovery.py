@@ -56,7 +56,7 @@ def test_the_newest_manifest_that_ends_in_the_log_is_found(archive, start):
 
 
 def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(archive):
-    """The newest manifest belongs to the latest session, also if an earlier one reaches further."""
+    """The newest manifest is that of the latest session, even if an older one has higher IDs."""
     later = upload(
         archive.store,
         KEY,
@@ -79,9 +79,9 @@ def test_the_recovered_mark_has_the_first_id_of_the_last_expiry(archive):
     expired = expire(archive.store, KEY, job, now_ms=1)
     assert find(archive)[0].first == 20
     # The grace period is over, and a collection has deleted the objects.
-    for each in (archive.root / archive.manifests[0].name).parents[1].glob("objects/*"):
-        if not each.name.startswith("20-"):
-            each.unlink()
+    for path in (archive.root / archive.manifests[0].name).parents[1].glob("objects/*"):
+        if not path.name.startswith("20-"):
+            path.unlink()
     found, _ = find(archive)
     assert (found.first, found.manifest) == (20, expired.name)
 
@@ -160,7 +160,7 @@ def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(arch
     ],
 )
 def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
-    """Otherwise the archive would begin again at 0, and lack the objects that backups need."""
+    """A replacement would begin again at 0, and would lack the objects that backups need."""
     with pytest.raises(
         BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
     ):
@@ -169,7 +169,7 @@ def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
 
 @pytest.mark.parametrize("last", [-1, 9, 23, 28])
 def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
-    """With an older manifest, a collection would delete the object that alone has 20..29."""
+    """With an older manifest, a collection would delete the only object with 20..29."""
     with pytest.raises(
         BadRequest,
         match=rf"ends at transaction {last}, before the end of the archive, 29 \(manifest",
@@ -178,7 +178,7 @@ def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
 
 
 def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive):
-    """The operator's way out where the chain at the mark is lost (docs/archive.md, "Limits")."""
+    """An operator does this if the chain at the mark is lost (docs/archive.md, "Limits")."""
     folder = (archive.root / archive.manifests[0].name).parents[1]
     with pytest.raises(BadRequest, match="the log has no batch that ends there"):
         find(archive, chains={})

@@ -68,7 +68,7 @@ def test_a_manifest_that_is_deleted_during_the_check_is_not_reported(archive):
 def test_a_missing_object_of_the_recorded_manifest_is_reported(archive, capsys):
     expire_first_object(archive)
     found = archive.verify()
-    assert [each["name"] for each in found["problems"]] == [
+    assert [problem["name"] for problem in found["problems"]] == [
         archive.log.manifest.newest_objects[0].name
     ]
     assert found["objects"] == 3

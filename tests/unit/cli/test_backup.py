@@ -86,7 +86,8 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     version = await coordinator.permissions.create(ACCESS, Author("ann", 5))
 
     async def request_marks():
-        # While the marks are read, a write ends, another begins, and an ID is allocated.
+        # While the command reads the marks, a write ends, another write begins, and an ID is
+        # allocated.
         await coordinator.writes.finish("before", {}, 10)
         await coordinator.writes.begin("meanwhile", {0: 1}, 10)
         await coordinator.next_client_id()
@@ -105,7 +106,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     assert (partition.session_id, partition.generation) == (60, 3)
     assert partition.manifest.manifest.last == log.lineage[-1].last
     assert len(partition.manifest.pages) == 1
-    assert {name: each.state.is_done for name, each in backup.writes.items()} == {
+    assert {name: write.state.is_done for name, write in backup.writes.items()} == {
         "before": False,
         "meanwhile": False,
     }
@@ -236,7 +237,7 @@ def test_limits_of_a_restore_are_parsed():
 def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, limits, expected):
     log = write_archive(store, folder=f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}")
     saved = SavedManifest.read(store, log.name, log.crc)
-    assert [each.last for each in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
+    assert [entry.last for entry in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
     restoration = restore_command._Restoration(store, bytes(16), 9, limits, False, [])
     end = restoration.restore_partition(PARTITION_ID, PartitionBackup(60, 8, 1, saved))
     assert (None if end is None else end.last) == expected
@@ -345,7 +346,7 @@ def test_a_pin_that_another_restoration_may_need_is_not_deleted(
 
 
 def files_of(folder):
-    return {each for each in folder.rglob("*") if each.is_file()}
+    return {path for path in folder.rglob("*") if path.is_file()}
 
 
 class RecordingPins:

@@ -54,7 +54,7 @@ def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, in_memory
         assert (found["clients"], found["written"], found["checked"]) == (3, 24, 72)
         assert found["attempts"] > 24, "no append was rejected, so the test is without effect"
         assert found["ids"] == {"0": [0, 11], "1": [0, 11]}
-        data = [[each.data for each in waltz.transactions(p)] for p in (0, 1)]
+        data = [[transaction.data for transaction in waltz.transactions(p)] for p in (0, 1)]
         assert data == [[expected_data(number) for number in range(12)]] * 2
 
 
@@ -129,6 +129,8 @@ def test_invalid_arguments_are_reported_in_one_sentence(capsys, in_memory, argum
 
 @given(LARGE_NUMBERS, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
 def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
-    found = errors_in_transaction(7, number - 1 - gap, number, expected_data(number + difference))
-    assert len(found) == (gap != 0) + (difference != 0)
-    assert all(each.startswith(f"partition 7, transaction {number}: expected ") for each in found)
+    errors = errors_in_transaction(7, number - 1 - gap, number, expected_data(number + difference))
+    assert len(errors) == (gap != 0) + (difference != 0)
+    assert all(
+        error.startswith(f"partition 7, transaction {number}: expected ") for error in errors
+    )

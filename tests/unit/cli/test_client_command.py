@@ -28,7 +28,7 @@ def append(*arguments):
 
 
 def rows(waltz):
-    return [[each.data for each in waltz.transactions(p)] for p in range(4)]
+    return [[transaction.data for transaction in waltz.transactions(p)] for p in range(4)]
 
 
 @pytest.mark.parametrize("option", ["--partition", "--partitions"])

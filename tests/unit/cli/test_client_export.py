@@ -107,7 +107,7 @@ def test_a_file_is_complete_or_absent(tmp_path):
     with _open_output(output) as sink:
         sink.write(b"a")
         assert not output.exists()
-    assert [each.name for each in tmp_path.iterdir()] == ["log.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
     with (
         pytest.raises(BadConfig, match=r"--output .*log.csv/x cannot be written: Not a directory"),
         _open_output(output / "x"),
@@ -128,9 +128,9 @@ def test_an_output_that_is_not_a_regular_file_is_not_replaced(tmp_path):
 
 def test_columns_are_those_of_the_log_or_have_a_type():
     assert declared_schema(()) is None
-    found = declared_schema(("transaction_id", "id:int64", "header:string"))
-    assert found.names == ["transaction_id", "id", "header"]
-    assert found.field("id").type == pa.int64()
+    schema = declared_schema(("transaction_id", "id:int64", "header:string"))
+    assert schema.names == ["transaction_id", "id", "header"]
+    assert schema.field("id").type == pa.int64()
     assert declared_schema(["price:decimal(10,2)"]).field("price").type == pa.decimal128(10, 2)
 
 

@@ -46,7 +46,7 @@ def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
             A,
         ),  # the latest session, then the longest log
         ({A: log(7, 91, is_suspect=True), B: log(7, 90)}, A),
-        ({A: log(8, 99, is_damaged=True), B: log(7, 90)}, B),  # a damaged log last
+        ({A: log(8, 99, is_damaged=True), B: log(7, 90)}, B),  # a damaged log is the last choice
     ],
 )
 def test_the_best_log_is_chosen(logs, expected):
@@ -66,7 +66,7 @@ def test_a_named_replica_is_chosen_if_it_answered():
     [
         ({A: log(), B: log(), C: log()}, False, False, True),
         ({A: log(), B: log(last=50)}, False, False, True),
-        ({A: log(), B: log(last=50)}, False, True, False),  # a rebuilding waits for a decision
+        ({A: log(), B: log(last=50)}, False, True, False),  # a rebuild waits for a decision
         ({A: log(), B: log(), C: log()}, True, False, False),
         ({A: log(), B: log(is_suspect=True), C: log(is_suspect=True)}, False, False, False),
         ({A: log(), B: log(is_damaged=True)}, False, False, False),
@@ -90,7 +90,7 @@ def test_accept_replicas_is_rejected_if_a_quorum_is_trusted(
 
 
 class CommandDied(Exception):
-    """Ends a command at this call."""
+    """Ends a command at a chosen call."""
 
 
 def test_no_replica_is_marked_before_the_write_to_zookeeper():
@@ -269,13 +269,13 @@ FAILING_CALLS = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign
     ],
 )
 def test_ids_continue_from_the_clock_if_it_is_later(monkeypatch, storage, dies_at):
-    found = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
-    ids, assignment_generation, metadata_generation, notes = found
+    next_numbers = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
+    ids, assignment_generation, metadata_generation, notes = next_numbers
     assert (*ids, assignment_generation, metadata_generation) == (
         1_001,
         FIRST_ISSUED_ID + 1_000,
         1_001,
         1_000,
     )
-    has_note = any("IDs from the clock of this machine:" in each for each in notes)
+    has_note = any("IDs from the clock of this machine:" in note for note in notes)
     assert has_note != storage.is_readable

@@ -304,7 +304,7 @@ def test_a_pipe_that_is_closed_ends_a_dump_quietly(tmp_path):
     script = "import sys; from waltz_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "disk", "dump-segment", str(directory)]
     pipe = subprocess.PIPE
-    # At its end Python flushes its buffer; the closed pipe must not make this fail.
+    # Python flushes its buffer when it exits. This must not fail because of the closed pipe.
     buffering = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=buffering) as running:
         assert b"cluster key" in running.stdout.readline()

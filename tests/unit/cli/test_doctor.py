@@ -83,8 +83,12 @@ def test_json_output_is_one_value(facts_to_gather, capsys):
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["connect"] == healthy().connect
-    (found,) = value["findings"]
-    assert (found["name"], found["area"], found["about"]) == ("storage-unavailable", "storages", A)
+    (finding,) = value["findings"]
+    assert (finding["name"], finding["area"], finding["about"]) == (
+        "storage-unavailable",
+        "storages",
+        A,
+    )
     server = value["facts"]["servers"][ONE]
     assert (server["open"], server["not_open"], server["out_of_reach"]) == ([0], [], [])
     assert value["facts"]["storages"][B]["clock_ahead_ms"] == 3.0
@@ -137,12 +141,12 @@ def test_a_silent_zookeeper_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"
         began_s = time.monotonic()
-        found = asyncio.run(gather_facts(connect, timeout_s=2.0, local=None))
+        result = asyncio.run(gather_facts(connect, timeout_s=2.0, local=None))
     assert time.monotonic() - began_s < 60
-    first, second = found.zookeeper_servers
+    first, second = result.zookeeper_servers
     assert first.is_silent
     assert not second.is_silent
-    assert [each.name for each in diagnose(found)] == [
+    assert [finding.name for finding in diagnose(result)] == [
         "zookeeper-unavailable",
         "zookeeper-server-unavailable",
         "zookeeper-server-unavailable",

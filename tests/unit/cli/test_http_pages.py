@@ -96,4 +96,7 @@ def test_a_number_is_parsed_without_loss(number):
 @given(st.text(max_size=40))
 def test_any_text_is_parsed_or_rejected(text):
     with contextlib.suppress(errors.RemoteProtocolError):
-        assert all(isinstance(each.value, int | float) for each in parse_metrics(text, "x:1"))
+        assert all(
+            isinstance(parse_metric.value, int | float)
+            for parse_metric in parse_metrics(text, "x:1")
+        )

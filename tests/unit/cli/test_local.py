@@ -68,7 +68,7 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
     for cluster in (local_cluster, second_start):
         assert cluster.connect.endswith(f"/waltz/local?tls={tmp_path}/tls.toml")
         assert all(
-            cluster._settings_of(each)["connect"] == cluster.connect for each in cluster.members
+            cluster._settings_of(member)["connect"] == cluster.connect for member in cluster.members
         )
 
 

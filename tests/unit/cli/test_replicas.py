@@ -59,16 +59,19 @@ def run_request(link, call):
 
 def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
     link = Link([DAMAGE], [prepared_answer(2), DAMAGE], [DAMAGE, prepared_answer(3)])
-    found = run_request(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
-    assert found == {2: prepared_answer(2), 3: prepared_answer(3)}
-    assert [(type(each), each.partition_id) for each in link.sent] == [(Prepare, 2), (Prepare, 3)]
+    result = run_request(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
+    assert result == {2: prepared_answer(2), 3: prepared_answer(3)}
+    assert [(type(message), message.partition_id) for message in link.sent] == [
+        (Prepare, 2),
+        (Prepare, 3),
+    ]
     unexpected = ReplicaEnd(7, 1_000_000, 2, 20, b"c" * 16)
     link = Link([DAMAGE, unexpected])
     assert (
         run_request(link, lambda replica: replica.set_low_water_mark(2, SESSION, prepared_answer()))
         is None
     )
-    assert [type(each) for each in link.sent] == [SetLowWaterMark]
+    assert [type(message) for message in link.sent] == [SetLowWaterMark]
 
 
 def test_unexpected_answers_and_rejections_are_reported():
@@ -104,17 +107,17 @@ def prepared_up_to(last, **changes):
 
 
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
-    issued = FIRST_ISSUED_ID + 6  # by a server: the IDs of the two counters are apart
+    issued = FIRST_ISSUED_ID + 6  # a server has issued these IDs; ZooKeeper's are lower
     link = Link([header_range(0, (issued, 3), (70, 2))], [DAMAGE, header_range(2, (8, 4))])
-    found = run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(2)))
-    assert found == MaximumIds(70, 4, issued)
-    assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
-    assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
+    result = run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(2)))
+    assert result == MaximumIds(70, 4, issued)
+    assert [(message.first, message.last) for message in link.sent] == [(0, 2), (2, 2)]
+    assert all(isinstance(message, RangeRaw) and not message.reader for message in link.sent)
     link = Link([header_range(20_000, (9, 3))])
     with pytest.raises(IndexError):  # the test's link has no more answers
         run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(30_000)))
     assert link.sent[0].first == 20_001
-    # The log begins there: older records are in the archive.
+    # The log begins at this ID: older records are only in the archive.
     link = Link([header_range(26_000, (9, 3))])
     with pytest.raises(IndexError):
         run_request(

@@ -1,8 +1,7 @@
 """A cluster in one process: production partition machines, a log in memory, real TCP.
 
 Only the layers below a served partition are simulated: replication commits at once or on request,
-and reads come from the log in memory. ZooKeeper is the one of
-`cluster/zookeeper/zookeeper_in_memory.py`.
+and reads come from the log in memory. ZooKeeper is `cluster/zookeeper/zookeeper_in_memory.py`.
 """
 
 import asyncio
@@ -58,7 +57,10 @@ IN_MEMORY_CONFIG = ClientConfig(
 class ReadableLog(MemoryLog):
     def rows(self) -> list[tuple[tuple[int, ...], int, bytes]]:
         """Return the rows of the log: request ID, header, data."""
-        return [(tuple(each.req_id), each.header, each.data) for each in self.transactions()]
+        return [
+            (tuple(transaction.req_id), transaction.header, transaction.data)
+            for transaction in self.transactions()
+        ]
 
 
 class HoldingStore(MemoryStore):

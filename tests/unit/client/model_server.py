@@ -1,7 +1,7 @@
 """A model of a server for clients: links break, answers are lost, owners change.
 
-It keeps the rules of `server/append/mounts.py` and `server/locking/pending_appends.py` and no
-others, so `ModelWorld.check` detects a client that assumes more.
+The model keeps only the rules of `server/append/mounts.py` and `server/locking/pending_appends.py`.
+So `ModelWorld.check` detects a client that relies on other behavior.
 """
 
 import struct
@@ -72,7 +72,7 @@ class ModelWorld:
         self.settled: dict[
             int, stream_events.SubmissionSettled | stream_events.SubmissionRejected
         ] = {}
-        # The fed rows; None for a row that does not pass the filter.
+        # The rows of the feed; None for a row that does not pass the filter.
         self.fed: list[ReqId | None] = []
         self.header_values = header_values
         self.feed_values: tuple[int, ...] = ()
@@ -164,7 +164,7 @@ class ModelWorld:
             number = len(self.wires)
             self.wires.append(Wire(number))
         self.connection_sequence += 1
-        # In some cases the client's view of the assignment is old.
+        # Sometimes, the client has an old assignment.
         generation = max(0, self.generation - (self.random.random() < 0.2))
         self.step(stream_events.LinkOpened(attempt, number, generation, self.connection_sequence))
 
@@ -222,7 +222,8 @@ class ModelWorld:
 
     def mount(self, link: int, message: m.MountWriter) -> None:
         if self.stale is not None and message.req_id.generation == self.stale[0]:
-            # The previous owner has not noticed yet; it has no appends of this client in flight.
+            # The previous owner has not noticed the move. It has no appends of this client in
+            # flight.
             self.answer(link, m.Mounted(message.req_id, 0, self.stale[1], 100, 1 << 20, 1 << 20))
             return
         if message.req_id.generation != self.generation:
@@ -234,7 +235,7 @@ class ModelWorld:
             if not newer and not (message.connection_sequence == sequence and number == link):
                 self.reject(link, message.req_id, errors.ConnectionSuperseded("older"))
                 return
-        # NB: queued appends of an older link are validated later, and rejected by this fence.
+        # The server validates queued appends of an older link later, and this fence rejects them.
         self.fence = (link, message.connection_sequence)
         self.is_mounted = True
         mark = len(self.log) - 1

@@ -68,8 +68,8 @@ def headers(first: int, *req_ids: ReqId) -> bytes:
 def feed_headers(*req_ids: ReqId) -> bytes:
     """Return headers of 20 bytes each, as in a feed batch."""
     feed = np.zeros(len(req_ids), dtype=FEED_HEADER_DTYPE)
-    for i, each in enumerate(req_ids):
-        feed[i]["req_id"] = tuple(each)
+    for i, req_id in enumerate(req_ids):
+        feed[i]["req_id"] = tuple(req_id)
     return feed.tobytes()
 
 
@@ -107,10 +107,10 @@ class Scenario:
     def step(self, event: stream_events.Event) -> list[stream_events.Effect]:
         """Pass an event to the stream; return its effects without reports."""
         effects = self.stream.step(event, self.now_ms)
-        self.last_effects = [each for each in effects if not isinstance(each, Report)]
-        for each in self.last_effects:
-            if isinstance(each, stream_events.OpenLink):
-                self.opening = each
+        self.last_effects = [effect for effect in effects if not isinstance(effect, Report)]
+        for effect in self.last_effects:
+            if isinstance(effect, stream_events.OpenLink):
+                self.opening = effect
         return self.last_effects
 
     def wake(self, at_ms: int) -> list[stream_events.Effect]:
@@ -128,10 +128,10 @@ class Scenario:
     def sent_messages(self, kind: type | None = None) -> list[m.ClientMessage]:
         """Return the messages that the last event has sent."""
         return [
-            each.message
-            for each in self.last_effects
-            if isinstance(each, stream_events.SendOnLink)
-            and (kind is None or isinstance(each.message, kind))
+            effect.message
+            for effect in self.last_effects
+            if isinstance(effect, stream_events.SendOnLink)
+            and (kind is None or isinstance(effect.message, kind))
         ]
 
     def open_link(

@@ -1,4 +1,4 @@
-"""The outcomes of the rows of an append for each kind of error."""
+"""For each kind of error, the outcomes of the rows of an append."""
 
 from dataclasses import replace
 

@@ -53,7 +53,7 @@ async def wait_until(condition):
 
 
 def errors_of(futures):
-    return [type(each.exception()) for each in futures]
+    return [type(future.exception()) for future in futures]
 
 
 @run_on_virtual_loop
@@ -64,7 +64,7 @@ async def test_an_append_that_times_out_in_the_queue_does_not_delay_others():
     loop = asyncio.get_running_loop()
     large, small, other = (loop.create_task(window.take(rows, 1)) for rows in (5, 1, 3))
     await asyncio.sleep(0)
-    assert not small.done()  # in order
+    assert not small.done()  # appends keep their order
     large.cancel()
     await asyncio.wait([large, small])
     other.cancel()
@@ -111,7 +111,7 @@ async def test_delayed_appends_are_resent_in_their_order(monkeypatch, token):
     author.lose(token)
     author.lose(3 - token)
     await wait_until(lambda: len(author.sent) == 4)
-    assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
+    assert [message.content.data for message in author.sent] == [b"one", b"two"] * 2
 
 
 class LateLoop:
@@ -137,7 +137,7 @@ async def test_appends_delayed_twice_are_resent_even_on_a_late_loop():
     author.lose(1)
     author.lose(2)
     await wait_until(lambda: len(author.sent) == 4)
-    assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
+    assert [message.content.data for message in author.sent] == [b"one", b"two"] * 2
 
 
 PIPELINED_STATE = PipelinedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
@@ -197,7 +197,7 @@ async def test_a_batch_waits_for_delayed_appends(monkeypatch):
     author.append()
     assert len(author.sent) == 1
     await wait_until(lambda: len(author.sent) == 4)
-    assert [each.row_count for each in author.sent] == [1, 1, 2, 1]
+    assert [message.row_count for message in author.sent] == [1, 1, 2, 1]
 
 
 @run_on_virtual_loop
@@ -231,7 +231,7 @@ async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost
     order.processed_count += 1  # the writer has received only the first outcome
     last_batch = author.append_batch(order)
     await wait_until(lambda: len(author.sent) == 3)
-    assert [each.row_count for each in author.sent] == [2, 1, 1]
+    assert [message.row_count for message in author.sent] == [2, 1, 1]
     for each in (later, last_batch):
         assert (await each).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 2
@@ -271,7 +271,7 @@ async def test_appends_keep_their_order_and_contexts_do_not(rows):
         author = Author(batch_rows=rows, batch_bytes=1 << 20)
         for _ in range(rows):
             author.append(is_attempt=is_attempt)
-        assert [each.keeps_order for each in author.sent] == [not is_attempt]
+        assert [message.keeps_order for message in author.sent] == [not is_attempt]
 
 
 @run_on_virtual_loop
@@ -295,7 +295,7 @@ async def test_window_space_is_granted_in_order_and_returned_when_unused():
         group.create_task(window.take(1, 1))
         await asyncio.sleep(0)
         window.release(8, 1)
-        large.cancel()  # at the moment in which it gets its space
+        large.cancel()  # at the moment at which it gets space
     assert large.cancelled()
     window.release(1, 1)
     assert window.is_empty

@@ -173,7 +173,7 @@ async def test_a_fork_of_a_client_is_reported():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         reader, writer = os.pipe()
         child = os.fork()
-        if child == 0:  # no code of the parent's loop may run here
+        if child == 0:  # no code of the parent's loop may run in the child
             try:
                 client._check_usable()
             except errors.UsageError as error:
@@ -361,7 +361,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 @run_on_virtual_loop
 async def test_a_failed_stream_does_not_wait_for_its_server():
-    """Otherwise the client would take the server for silent, and watch ZooKeeper needlessly."""
+    """If it waited, the client would regard the server as silent and watch ZooKeeper."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         partition = client._partitions[0]
@@ -477,9 +477,9 @@ class RecordingCallbacks(AsyncCallbacks):
 
 @run_on_virtual_loop
 async def test_concurrent_contexts_lose_no_update():
-    async with two_clients() as (cluster, one, two):
+    async with two_clients() as (cluster, first_client, second_client):
         contexts = []
-        for client in (one, two):
+        for client in (first_client, second_client):
             callbacks = RecordingCallbacks()
             await client.subscribe(callbacks)
             contexts += [(client, CounterContext(callbacks.state)) for _ in range(15)]
@@ -513,7 +513,7 @@ async def test_retries_end_with_their_limit():
 
         def execute(builder):
             marks.append(builder.client_high_water_mark)
-            builder.client_high_water_mark = -1  # the application's own, and never newer
+            builder.client_high_water_mark = -1  # it can be lowered, but not raised
             return CounterContext.execute(context, builder)
 
         context.execute = execute
@@ -622,7 +622,8 @@ async def test_a_slow_application_uses_bounded_memory_and_receives_all_transacti
 # ---------------------------------------------------------------------------------------------
 # outages
 
-# For readers. Appends may take longer on a busy machine, so another client appends.
+# A client with short timeouts, for reads. Appends may take longer on a busy machine, so another
+# client appends.
 SHORT_TIMEOUTS = replace(
     IN_MEMORY_CONFIG,
     request_timeout_ms=250,
@@ -713,7 +714,7 @@ async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
 
 
 @run_on_virtual_loop
-async def test_a_feed_from_the_end_waits_for_a_server_that_knows_the_end():
+async def test_a_feed_from_the_end_waits_for_a_server_that_reports_the_end():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
         callbacks = BlockingCallbacks(mark=LATEST)
@@ -825,7 +826,7 @@ async def test_replicas_of_the_clients_group_are_nearby():
 
 
 # ---------------------------------------------------------------------------------------------
-# given the layout
+# clients with a given layout
 
 
 @run_on_virtual_loop
@@ -928,7 +929,7 @@ async def test_a_cancelled_opening_closes_all_connections():
 
 @run_on_virtual_loop
 async def test_a_flush_waits_for_earlier_appends_only():
-    """Otherwise a service that always has appends in flight would wait without end."""
+    """If it waited for later appends, a service with constant appends would wait without end."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         is_flushed = False

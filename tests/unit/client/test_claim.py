@@ -35,9 +35,9 @@ def run(scenario, monkeypatch):
                 yield WriteRequests(CONNECT, user)
 
             async def enter_task(task, name, **options):
-                found = TaskClaim(CONNECT, "w", task, run=name, **options)
-                await found.open(user)
-                return found
+                claim = TaskClaim(CONNECT, "w", task, run=name, **options)
+                await claim.open(user)
+                return claim
 
             monkeypatch.setattr(exactly_once, "_registry", registry)
             try:

@@ -105,22 +105,22 @@ def test_outcomes_are_counted_by_reason() -> None:
 
 def test_appends_rejections_and_attempts_are_counted_over_all_clients() -> None:
     with MemoryWaltz(partition_count=2) as waltz:
-        with waltz.client() as one, waltz.client() as other:
-            for client in (one, other):
+        with waltz.client() as first_client, waltz.client() as second_client:
+            for client in (first_client, second_client):
                 client.append(b"data", partition=0).result(TEST_TIMEOUT_S)
-            stale = one.append(
+            stale = first_client.append(
                 b"data", partition=0, write_locks=[lock("counter", 1)], client_high_water_mark=-1
             )
             stale.result(TEST_TIMEOUT_S)
             with pytest.raises(errors.LockFailed):
-                other.append(
+                second_client.append(
                     b"data", partition=0, write_locks=[lock("counter", 1)],
                     client_high_water_mark=-1,
                 ).result(TEST_TIMEOUT_S)  # fmt: skip
             assert value(APPENDED) == 3
             assert value(REJECTED, reason="lock") == 1
             waltz.reject_next(2)
-            assert one.submit(Increment()).result(TEST_TIMEOUT_S) == 3
+            assert first_client.submit(Increment()).result(TEST_TIMEOUT_S) == 3
             assert value(RETRIED) == 2
         assert value(APPENDED) == 4  # also of closed clients
         assert value(REJECTED, reason="lock") == 3

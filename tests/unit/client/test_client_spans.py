@@ -33,7 +33,7 @@ def export_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spans(start: str) -> list[ReadableSpan]:
     """Return the finished spans whose name has this start."""
-    return [each for each in EXPORTED.get_finished_spans() if each.name.startswith(start)]
+    return [span for span in EXPORTED.get_finished_spans() if span.name.startswith(start)]
 
 
 def attributes(span: ReadableSpan) -> dict[str, object]:
@@ -135,7 +135,9 @@ async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks
     parents = {each.context.span_id for each in found if each.context is not None}
     callback_spans = spans("my callback")
     assert len(callback_spans) == 5
-    assert {each.parent and each.parent.span_id for each in callback_spans} <= parents
+    assert {
+        callback_span.parent and callback_span.parent.span_id for callback_span in callback_spans
+    } <= parents
 
 
 class FailingProcessor(SpanProcessor):
@@ -178,7 +180,7 @@ async def test_a_failing_span_processor_does_not_change_outcomes(method, monkeyp
         await client.subscribe(callbacks, [0])
         await callbacks.is_done.wait()
         assert await client.flush(0) == 3
-    reports = [each for each in caplog.messages if each.startswith("client.trace_failed")]
+    reports = [message for message in caplog.messages if message.startswith("client.trace_failed")]
     assert reports == ["client.trace_failed error=RuntimeError('this processor is broken')"]
 
 

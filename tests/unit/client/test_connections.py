@@ -66,7 +66,7 @@ async def request_concurrently(dials, count, *, cancelled=None, address=None):
         dials.may_pass.set()
     await links.close("the test is over")
     await listener.close()
-    return [None if each.cancelled() else each.result() for each in tasks]
+    return [None if task.cancelled() else task.result() for task in tasks]
 
 
 def test_a_cancelled_wait_for_a_dial_does_not_cancel_others(dials):
@@ -81,15 +81,15 @@ def test_if_the_dialing_caller_is_cancelled_another_caller_dials(dials):
 
 def test_a_failed_dial_fails_all_its_waiters(dials):
     # No process listens there.
-    found = asyncio.run(request_concurrently(dials, 3, address="127.0.0.1:1"))
-    assert isinstance(found[0], errors.Unreachable)
-    assert found == [found[0]] * 3
+    result = asyncio.run(request_concurrently(dials, 3, address="127.0.0.1:1"))
+    assert isinstance(result[0], errors.Unreachable)
+    assert result == [result[0]] * 3
     assert dials.count == 1
 
 
 @run_on_loop
 async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(monkeypatch):
-    """A stream on it would receive nothing, and wait for the answer to its mount."""
+    """If the connection were returned, a stream would wait on it for the answer to its mount."""
     listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
     dial = net.dial
 
@@ -122,7 +122,7 @@ async def client_and_server(mark_suspect=lambda: None):
 
 
 def record_messages(link, received):
-    link.start(lambda messages: received.extend((link, each) for each in messages), len)
+    link.start(lambda messages: received.extend((link, message) for message in messages), len)
 
 
 def send_request(link):
@@ -197,7 +197,7 @@ async def test_a_connection_dialed_during_a_close_is_not_kept(dials):
 
 @run_on_loop
 async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
-    # The test checks by itself.
+    # The test calls the check itself.
     monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 600)
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     silence_reports = []
@@ -225,7 +225,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
         is_waiting[0] = True  # a stream
         pass_check_interval(link)
         assert len(silence_reports) == 3
-    logged = [(each.levelname, *each.getMessage().split()[:2]) for each in caplog.records]
+    logged = [(record.levelname, *record.getMessage().split()[:2]) for record in caplog.records]
     assert logged[:2] == [
         ("WARNING", "server.silent", f"server={address}"),
         ("INFO", "server.responsive", f"server={address}"),
@@ -233,7 +233,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
 
 
 def pass_check_interval(link):
-    """Let the time of a check pass; one is planned whenever a request waits."""
+    """Let the time until a check pass; a check is planned whenever a request waits."""
     assert link._watch._timer is not None
     link._watch._timer.cancel()
     link._watch._check()
@@ -253,6 +253,6 @@ async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed
         with pytest.raises(errors.Unreachable):
             await links.get(address)
     await links.close("the test is over")
-    logged = [each.getMessage().split(" server=")[0] for each in caplog.records]
+    logged = [record.getMessage().split(" server=")[0] for record in caplog.records]
     assert logged == (["server.silent", "server.silent_until_closed"] if is_logged else [])
-    assert all(address in each.getMessage() for each in caplog.records)
+    assert all(address in record.getMessage() for record in caplog.records)

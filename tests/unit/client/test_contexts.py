@@ -59,16 +59,16 @@ async def test_a_context_sends_the_mark_that_it_had_before_its_computation():
 
     With the mark from after the computation, the server would accept an outdated value.
     """
-    async with two_clients() as (cluster, one, two):
+    async with two_clients() as (cluster, first_client, second_client):
         callbacks = ValueCallbacks()
-        await one.subscribe(callbacks)
+        await first_client.subscribe(callbacks)
 
         async def other_writes() -> None:
-            await (await two.append(bytes([10]), partition=0, write_locks=LOCKS))
+            await (await second_client.append(bytes([10]), partition=0, write_locks=LOCKS))
             await callbacks.is_applied.wait()
 
         context = OvertakenContext(callbacks, other_writes)
-        assert await (await one.submit(context)) == 1
+        assert await (await first_client.submit(context)) == 1
         assert context.marks == [-1, 0]
         assert context.lock_failures == 1
         assert [data for _, _, data in cluster.logs[0].rows()] == [bytes([10]), bytes([11])]

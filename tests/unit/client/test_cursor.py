@@ -139,7 +139,9 @@ def test_a_filtered_batch_is_whole_or_rejected_with_a_reason(count, offsets, val
     offset_bytes = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
     message = FeedBatch(req(-1), 0, count, header_bytes(values), 1, -1, bytes(16), offset_bytes)
     batch = filtered_cursor(7, 8).accept_batch(message)
-    is_ascending = offsets == sorted(set(offsets)) and all(0 <= each < count for each in offsets)
+    is_ascending = offsets == sorted(set(offsets)) and all(
+        0 <= offset < count for offset in offsets
+    )
     is_filtered_batch = is_ascending and len(offsets) == len(values) and not surplus
     is_whole_batch = not offset_bytes and len(values) == count
     if count > 0 and (is_filtered_batch or is_whole_batch) and set(values) <= {7, 8}:

@@ -39,10 +39,12 @@ async def read_all(client, partitions):
     callbacks = ReadingCallbacks()
     callbacks.budget = client.subscriptions.data_budget
     await client.subscribe(callbacks, range(partitions))
-    await wait_until(lambda: all(len(callbacks.seen[each]) == COUNT for each in range(partitions)))
+    await wait_until(
+        lambda: all(len(callbacks.seen[number]) == COUNT for number in range(partitions))
+    )
     assert all(
-        callbacks.seen[each] == [b"%d" % i + bytes(SIZE) for i in range(COUNT)]
-        for each in range(partitions)
+        callbacks.seen[number] == [b"%d" % i + bytes(SIZE) for i in range(COUNT)]
+        for number in range(partitions)
     )
     return callbacks
 
@@ -137,6 +139,6 @@ def test_the_share_of_a_partition_shrinks_with_the_number_of_partitions():
     assert budget.fetch_bytes_max == 2_000
     holders = [FakeCache(budget) for _ in range(10)]
     assert budget.fetch_bytes_max == 200
-    for each in holders[1:]:
-        budget.remove(each)
+    for holder in holders[1:]:
+        budget.remove(holder)
     assert budget.fetch_bytes_max == 2_000

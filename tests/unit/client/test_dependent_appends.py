@@ -24,7 +24,7 @@ def record(transaction_id: int) -> bytes:
 
 
 def message(*ids: int, last: int) -> Predecessors:
-    records = [record(each) for each in ids]
+    records = [record(transaction_id) for transaction_id in ids]
     lengths = b"".join(len(each).to_bytes(4, "big") for each in records)
     return Predecessors(REQ, SESSION, 0, last, lengths, b"".join(records))
 
@@ -99,8 +99,10 @@ def test_too_many_predecessors_are_dropped(monkeypatch):
 
 
 def test_a_predecessor_has_the_values_of_its_record():
-    (found,) = NO_PREDECESSORS.with_predecessors(message(3, last=3), 2, MOUNT, LOCKS).predecessors
-    assert found == (3, REQ, 3, MSGPACK.serialize(3))
+    (predecessor,) = NO_PREDECESSORS.with_predecessors(
+        message(3, last=3), 2, MOUNT, LOCKS
+    ).predecessors
+    assert predecessor == (3, REQ, 3, MSGPACK.serialize(3))
 
 
 @pytest.mark.parametrize("at", range(len(record(6))))

@@ -55,7 +55,7 @@ def test_a_newer_layout_replaces_owners_without_a_request_and_is_reported():
 
 
 class AnsweringZooKeeper:
-    """A ZooKeeper that answers on request, and counts its callers."""
+    """A ZooKeeper that answers when the test permits it, and counts its callers."""
 
     connect_string = "zk:2181/shop"
 
@@ -74,7 +74,7 @@ class AnsweringZooKeeper:
 
 
 async def request_concurrently(zookeeper, count, *, cancelled=None):
-    """Send several requests at once; return the answers, with None for the cancelled request."""
+    """Send several requests at once; return the answers, and None for the cancelled request."""
     directory = directory_of(zookeeper)
 
     async def look_up(partition):
@@ -84,14 +84,14 @@ async def request_concurrently(zookeeper, count, *, cancelled=None):
             return error
 
     async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
-        tasks = [group.create_task(look_up(each)) for each in range(count)]
+        tasks = [group.create_task(look_up(number)) for number in range(count)]
         while zookeeper.count == 0:  # noqa: ASYNC110 - the first one queries
             await asyncio.sleep(0)
         if cancelled is not None:
             tasks[cancelled].cancel()
             await asyncio.wait([tasks[cancelled]])
         zookeeper.may_answer.set()
-    return [None if each.cancelled() else each.result() for each in tasks]
+    return [None if task.cancelled() else task.result() for task in tasks]
 
 
 OWNER = Owner("a:1", 3)
@@ -210,7 +210,7 @@ class OtherCluster:
 
 
 def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
-    """Also for a second caller; the session at the other cluster is closed."""
+    """A second caller is rejected, too, and the session at the other cluster is closed."""
 
     async def connect(*_place, **_options):
         return OtherCluster()
@@ -235,7 +235,7 @@ def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
 
 
 class OutdatedZooKeeper(OtherCluster):
-    """A ZooKeeper with the right cluster that answers with outdated data."""
+    """A ZooKeeper that has the right cluster, and answers with outdated data."""
 
     key = CLUSTER.key
     generation = 3
@@ -352,7 +352,7 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
 
 
 class SlowConnect:
-    """Connects on request, and counts the requests."""
+    """Completes a connection when the test permits it, and counts the requests."""
 
     def __init__(self, error=None):
         self.count = 0
@@ -386,7 +386,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
 
 
 def test_all_waiting_callers_get_the_error_of_an_unavailable_zookeeper(monkeypatch):
-    """Otherwise each caller would wait for all callers before it."""
+    """If each caller tried by itself, it would wait for all callers before it."""
 
     async def look_up():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)

@@ -92,7 +92,7 @@ class AsyncRecordingCallbacks(AsyncCallbacks):
 
 
 def stored_payloads(waltz: MemoryWaltz) -> list[bytes]:
-    return [each.data for each in waltz.transactions(0)]
+    return [transaction.data for transaction in waltz.transactions(0)]
 
 
 def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Pat
         client.append(b"one", header=7).result()
         client.append(b"two", encryption_key_id="b").result()
         waltz.client().append(b"plain").result()
-        assert [each[:6] for each in stored_payloads(waltz)] == [
+        assert [stored_payload[:6] for stored_payload in stored_payloads(waltz)] == [
             b"WZE\x01\x01a",
             b"WZE\x01\x01b",
             b"plain",
@@ -163,7 +163,10 @@ def test_contexts_encrypt_their_transactions(directory: Path) -> None:
     with waltz_and_client(directory) as (waltz, client):
         client.submit(pay(1, None)).result()
         client.submit(pay(2, "b")).result()
-        assert [each[:6] for each in stored_payloads(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b"]
+        assert [stored_payload[:6] for stored_payload in stored_payloads(waltz)] == [
+            b"WZE\x01\x01a",
+            b"WZE\x01\x01b",
+        ]
         (chunk,) = client.read_range(0, 0, 1)
         assert [(row.header, row.data) for row in chunk.rows()] == [(9, b"1"), (9, b"2")]
 
@@ -176,13 +179,17 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         with pytest.raises(errors.LockFailed) as failed:
             client.append(b"second", **hot).result()
         pipelined_state = failed.value.pipelined_state
-        (found,) = pipelined_state.predecessors
-        assert (found.data, found.value(BYTES), found.data_error) == (b"first", b"first", None)
+        (predecessor,) = pipelined_state.predecessors
+        assert (predecessor.data, predecessor.value(BYTES), predecessor.data_error) == (
+            b"first",
+            b"first",
+            None,
+        )
         client.append(b"second", **hot | {"pipelined": pipelined_state}).result()
 
         @transactional(partition=0, pipelined=True)
         def third(builder: TransactionBuilder) -> bool:
-            predecessor_data.append([each.data for each in builder.predecessors(0)])
+            predecessor_data.append([predecessor.data for predecessor in builder.predecessors(0)])
             builder.set_write_locks(hot["write_locks"])
             builder.set_transaction_data(b"third", BYTES)
             return True
@@ -263,13 +270,13 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
     assert [row.data for row in chunk.rows()] == payloads
     # Other programs read the columns of the objects, and decrypt column `data`.
     table = pq.read_table(tmp_path / "archive" / "0.parquet").combine_chunks()
-    found = encryption.decrypt_column(
+    decrypted = encryption.decrypt_column(
         table["data"].combine_chunks(),
         partition=PARTITION_ID,
         headers=table["header"].to_pylist(),
     )
-    assert found.data.to_pylist() == [b"one", None, b"plain"]
-    assert found.errors.to_pylist() == [None, "the key 'b' does not exist", None]
+    assert decrypted.data.to_pylist() == [b"one", None, b"plain"]
+    assert decrypted.errors.to_pylist() == [None, "the key 'b' does not exist", None]
 
 
 def test_the_snippets_of_the_encryption_page_run(
@@ -278,7 +285,7 @@ def test_the_snippets_of_the_encryption_page_run(
     page = (ROOT / "docs/encryption.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     of_client, _of_spark, of_readers = (
-        each.replace("/etc/waltz/keys", str(directory)) for each in snippets
+        snippet.replace("/etc/waltz/keys", str(directory)) for snippet in snippets
     )
     (directory / "payments-2026").write_text("11" * 32)
     (directory / "customer-7").write_text("22" * 32)

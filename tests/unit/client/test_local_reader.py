@@ -82,15 +82,15 @@ def reader():
 
 
 def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader):
-    got, first = b"", 10
+    records, first = b"", 10
     while first < 30:
         records_read = files.read(reader, first, 29, 3 * files.size)
         assert records_read.lengths.size == min(3, 30 - first)
         batch_starts = {8} if first + 2 < 15 else {8, 15} if first < 15 else {15}
         assert {entry.first for entry in records_read.lineage} == batch_starts
-        got += bytes(records_read.records)
+        records += bytes(records_read.records)
         first += records_read.lengths.size
-    assert got == files.records
+    assert records == files.records
     assert files.requested_ids == [10]
     assert files.opened_segments == [10, 17]
 
@@ -192,8 +192,8 @@ class Preadv:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
 def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monkeypatch):
     system_call = Preadv(monkeypatch)
-    got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
-    assert b"".join(got) == files.records
+    records = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
+    assert b"".join(records) == files.records
     # A grant that needs a segment whose file is not open yet is read on a thread.
     assert system_call.callers == ["thread"] * 3 + ["loop"] * 2
 
@@ -203,8 +203,8 @@ def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monk
 def test_reads_that_are_not_in_the_page_cache_run_on_a_thread(files, reader, monkeypatch, error):
     files.read(reader, 10, 29)
     system_call = Preadv(monkeypatch, error)
-    got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
-    assert b"".join(got) == files.records
+    records = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
+    assert b"".join(records) == files.records
     # After the first failure, the rest of the grant is read on a thread.
     assert system_call.callers.count("loop") == 1
 

@@ -1,7 +1,7 @@
 """A partition moves, over real sockets: late messages, order and outcomes of appends.
 
-`test_stream.py`, `test_mounts.py` and the simulator have each rule by itself; here client and
-server are connected, and messages from before a break arrive after everything was settled.
+`test_stream.py`, `test_mounts.py` and the simulator test each rule separately. Here, client and
+server are connected, and messages from before a break arrive after all outcomes were settled.
 """
 
 import asyncio
@@ -155,7 +155,7 @@ MOVE_COUNTS = pytest.mark.parametrize(
 
 async def make_moves(cluster: MemoryCluster, proxies: list[Proxy], count: int) -> None:
     for _ in range(count):
-        (other,) = (each for each in cluster.servers if each is not cluster.owner(0))
+        (other,) = (server for server in cluster.servers if server is not cluster.owner(0))
         await move(cluster, proxies, other)
 
 
@@ -210,7 +210,7 @@ async def test_a_late_answer_settles_its_rows_and_no_row_is_written_twice(
         old.release("down")
         assert await (await client.append(b"last", partition=0)) == 7
         data = [row for _, _, row in cluster.logs[0].rows()]
-        assert [data[each] for each in ids] == [b"%d" % i for i in range(5)]
+        assert [data[transaction_id] for transaction_id in ids] == [b"%d" % i for i in range(5)]
         assert sorted(data) == sorted([*(b"%d" % i for i in range(5)), b"a", b"b", b"last"])
 
 
@@ -234,10 +234,10 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
         # The log has each append once, at the ID of its outcome and in the order of the appends,
         # although the client has sent some of them twice.
         sent = [b"%d-%d" % (turn, i) for turn in range(4) for i in range(20)]
-        assert [data[each] for each in ids] == sent
+        assert [data[transaction_id] for transaction_id in ids] == sent
         assert ids == sorted(ids)
         # The client does not resend batches; the committed ones are in order.
-        reasons_of_batches = [(await each).reasons.tolist() for each in outcomes]
+        reasons_of_batches = [(await outcome).reasons.tolist() for outcome in outcomes]
         batches = [b"b%d-%d" % (turn, i) for turn in range(4) for i in range(0, 20, 10)]
         expected = [
             row for row, (reason,) in zip(batches, reasons_of_batches, strict=True) if reason == 0
@@ -313,8 +313,8 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
     ):
         await (await client.append(b"a", partition=0))
         proxy = proxies[cluster.servers.index(cluster.owner(0))]
-        for each in proxy.connections:
-            each.hold("down")
+        for connection in proxy.connections:
+            connection.hold("down")
         proxy.is_frozen = True
         calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             # Requests for data use a separate connection, which does not exist yet.
@@ -324,7 +324,9 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
         }
         async with asyncio.TaskGroup() as tasks:
             request_task = tasks.create_task(calls[name]())
-            await wait_until(lambda: any(each.held_bytes["down"] for each in proxy.connections))
+            await wait_until(
+                lambda: any(connection.held_bytes["down"] for connection in proxy.connections)
+            )
             await make_moves(cluster, proxies, 1)
         assert request_task.result() == {"fetch data": b"a", "query mark": 0, "append": 1}[name]
 

@@ -33,7 +33,8 @@ async def use_without_await():
     ):
         await client.append(b"x")
     assert not hasattr(client, "__len__")
-    # Tools that inspect any object (a debugger, numpy) find no such attribute, and continue.
+    # Tools that inspect any object, such as debuggers and numpy, get an AttributeError and
+    # continue.
     assert not hasattr(client, "shape")
     assert getattr(client, "dtype", None) is None
 

@@ -14,7 +14,7 @@ from waltz_core.records.record import PartitionId
 def logged_times(
     caplog: pytest.LogCaptureFixture, *, log_after_s: float, failures_s: list[float | None]
 ) -> list[float]:
-    """Return the times of the log lines; None in `failures_s` stands for a success."""
+    """Return the times of the log lines; None in `failures_s` is a success."""
     logged: list[float] = []
 
     async def scenario() -> None:

@@ -139,12 +139,12 @@ def test_every_row_of_every_submission_is_found_at_its_id(sizes, order):
     for _ in range(order.randrange(5)):
         log.insert(order.randrange(len(log) + 1), req(1, 0, 99))
     tracker.note_mount_mark(TransactionId(len(log) - 1))
-    at = 0
-    while at < len(log):
+    next_id = 0
+    while next_id < len(log):
         count = order.randrange(1, 5)
-        part = log[at : at + count]
-        assert tracker.match_headers(TransactionId(at), len(part), headers(at, *part))
-        at += len(part)
+        part = log[next_id : next_id + count]
+        assert tracker.match_headers(TransactionId(next_id), len(part), headers(next_id, *part))
+        next_id += len(part)
     outcomes = tracker.settle(TransactionId(len(log) - 1))
     assert [pending.submission.token for pending, _ in outcomes] == list(range(len(sizes)))
     ids = np.concatenate([outcome.transaction_ids for _, outcome in outcomes]).tolist()

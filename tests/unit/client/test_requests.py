@@ -138,7 +138,7 @@ async def test_a_request_is_repeated_after_the_pause_that_the_server_names():
     cluster = Cluster(owner=limited)
     assert await cluster.requests.high_water_mark(0, linearizable=False) == 7
     pauses = [later - earlier for earlier, later in itertools.pairwise(request_times_s)]
-    assert all(3 <= each < 3.5 for each in pauses)
+    assert all(3 <= pause < 3.5 for pause in pauses)
 
 
 @run_on_virtual_loop

@@ -31,9 +31,11 @@ def client() -> Iterator[WaltzClient]:
 def fill(client: WaltzClient, partition: int, count: int) -> None:
     futures = [
         client.append(
-            msgpack.packb({"id": each, "owner": f"owner {each}"}), partition=partition, header=each
+            msgpack.packb({"id": number, "owner": f"owner {number}"}),
+            partition=partition,
+            header=number,
         )
-        for each in range(count)
+        for number in range(count)
     ]
     for future in futures:
         future.result()
@@ -45,24 +47,24 @@ def test_a_scan_has_each_transaction_of_each_partition_in_order(client: WaltzCli
     table = client.scan().read_all()
     assert table.schema == READ_SCHEMA
     expected = [
-        (partition, each.transaction_id, each.header, each.data)
+        (partition, row.transaction_id, row.header, row.data)
         for partition, last in client.high_water_marks().items()
         for chunk in client.read_range(partition, 0, last)
-        for each in chunk.rows()
+        for row in chunk.rows()
     ]
     names = ("partition", "transaction_id", "header", "data")
     assert len(expected) == 8
     assert list(zip(*(table[name].to_pylist() for name in names), strict=True)) == expected
     assert table["commit_time"].null_count == 0
-    assert {each["partition"] for each in table["request_id"].to_pylist()} == {0, 2}
+    assert {row["partition"] for row in table["request_id"].to_pylist()} == {0, 2}
 
 
 def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClient):
     fill(client, 1, 2)
     client.append(msgpack.packb({"id": 7}), partition=1).result()  # no field "owner"
-    found = client.scan(1, schema=SCHEMA_WITH_OWNER).read_all()
-    assert found.schema == SCHEMA_WITH_OWNER
-    assert found.to_pydict() == {
+    table = client.scan(1, schema=SCHEMA_WITH_OWNER).read_all()
+    assert table.schema == SCHEMA_WITH_OWNER
+    assert table.to_pydict() == {
         "transaction_id": [0, 1, 2],
         "id": [0, 1, 7],
         "owner": ["owner 0", "owner 1", None],
@@ -72,9 +74,9 @@ def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClien
 def test_json_payloads_keep_their_types(client: WaltzClient):
     client.append(json.dumps({"price": 0.1, "tags": ["a"]}).encode(), partition=0).result()
     schema = pa.schema([("price", pa.decimal128(10, 2)), ("tags", pa.list_(pa.string()))])
-    found = client.scan(0, schema=schema, data_format="json").read_all()
-    assert found.to_pylist()[0]["tags"] == ["a"]
-    assert str(found["price"][0]) == "0.10"
+    table = client.scan(0, schema=schema, data_format="json").read_all()
+    assert table.to_pylist()[0]["tags"] == ["a"]
+    assert str(table["price"][0]) == "0.10"
 
 
 def test_a_key_in_another_case_is_another_column(client: WaltzClient):
@@ -112,8 +114,8 @@ def test_a_column_that_is_not_nullable_needs_a_value_in_each_payload(client: Wal
 )
 def test_start_and_stop_are_like_those_of_a_range(client: WaltzClient, start, stop, ids):
     fill(client, 0, 5)
-    found = client.scan(0, start=start, stop=stop).read_all()
-    assert found["transaction_id"].to_pylist() == ids
+    table = client.scan(0, start=start, stop=stop).read_all()
+    assert table["transaction_id"].to_pylist() == ids
 
 
 def test_a_scan_is_a_snapshot_at_the_time_of_the_call(client: WaltzClient):
@@ -143,9 +145,9 @@ class Chunks:
 
     def read_range(self, partition: int, first: int, last: int, **rest: object):
         try:
-            for each in range(first, last + 1):
-                self.log.append(f"{partition}/{each}")
-                yield from self._client.read_range(partition, each, each, form=rest["form"])
+            for number in range(first, last + 1):
+                self.log.append(f"{partition}/{number}")
+                yield from self._client.read_range(partition, number, number, form=rest["form"])
         finally:
             self.log.append("end")
 
@@ -265,7 +267,7 @@ def test_a_payload_that_cannot_be_decrypted_is_null_with_its_reason(client: Walt
         )
         assert table["data_error"].to_pylist() == [None, "there is no key 'k'", None]
         if wanted is None:
-            assert [each is None for each in table["data"].to_pylist()] == [False, True, False]
+            assert [row is None for row in table["data"].to_pylist()] == [False, True, False]
         else:
             assert table["id"].to_pylist() == [0, None, 2]
 

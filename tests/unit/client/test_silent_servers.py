@@ -26,7 +26,7 @@ class Scenario:
         self.zookeeper_checks += 1
 
     def at(self, now_s, call, *args, **named):
-        """Call at a time; return the log lines of the call as (level, text)."""
+        """Make a call at a given time; return the log lines of the call as (level, text)."""
         self._caplog.clear()
 
         async def run():
@@ -34,7 +34,7 @@ class Scenario:
             call(*args, **named)
 
         run_in_virtual_time(run())
-        return [(each.levelname, each.getMessage()) for each in self._caplog.records]
+        return [(record.levelname, record.getMessage()) for record in self._caplog.records]
 
 
 @pytest.fixture

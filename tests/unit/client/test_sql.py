@@ -343,9 +343,9 @@ class BatchTotalView(TotalView):
         self.meanwhile: Callable[[], object] = lambda: None
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
-        self.batches.append([int(each.transaction_id) for each in transactions])
+        self.batches.append([int(transaction.transaction_id) for transaction in transactions])
         self.meanwhile()
-        added = TOTALS.c.total + sum(each.header for each in transactions)
+        added = TOTALS.c.total + sum(transaction.header for transaction in transactions)
         connection.execute(TOTALS.update().values(total=added))
         if bad := self.poison.intersection(self.batches[-1]):
             raise ZeroDivisionError(min(bad))
@@ -356,7 +356,7 @@ def transactions_with_ids(numbers: Iterable[int]) -> list[Transaction]:
 
 
 def apply_all(callbacks: SqlCallbacks, numbers: Iterable[int], last: int | None = None) -> None:
-    """Apply as the client does: repeat with the rest until all is applied or an error is raised."""
+    """Apply like the client: repeat with the remaining transactions, until none is left."""
     remaining = transactions_with_ids(numbers)
     end = int(remaining[-1].transaction_id) if last is None else last
     while remaining:
@@ -380,7 +380,7 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
     monkeypatch.setattr(sql.time, "monotonic", lambda: now_s)
     callbacks = BatchTotalView(engine)
     apply_all(callbacks, range(12_272))
-    sizes = [len(each) for each in callbacks.batches]
+    sizes = [len(batch) for batch in callbacks.batches]
     assert sizes[:5] == [16, 32, 64, 128, 256]
     assert max(sizes) == 4_096
 
@@ -391,7 +391,7 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
     callbacks.batches.clear()
     callbacks.meanwhile = sleep_long
     apply_all(callbacks, range(12_272, 19_952))
-    assert [len(each) for each in callbacks.batches][:4] == [4_096, 2_048, 1_024, 512]
+    assert [len(batch) for batch in callbacks.batches][:4] == [4_096, 2_048, 1_024, 512]
     assert callbacks.total == 19_952
 
 
@@ -416,10 +416,10 @@ def test_a_batch_that_lasts_longer_than_the_database_allows_is_made_smaller(
 
     callbacks = BatchTotalView(engine)
     callbacks.meanwhile = time_out
-    for _ in range(3):  # as the client does: after a pause it applies the rest again
+    for _ in range(3):  # like the client, which retries the rest after a pause
         with pytest.raises(sa.exc.OperationalError):
             apply_all(callbacks, range(16))
-    assert [len(each) for each in callbacks.batches] == [16, 8, 4]
+    assert [len(batch) for batch in callbacks.batches] == [16, 8, 4]
     callbacks.batches.clear()
     callbacks.apply_transactions(0, transactions_with_ids(range(16)), 15)
     assert callbacks.batches == [[0, 1]]

@@ -54,8 +54,8 @@ class View(SqlCallbacks):
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
         self.before_each()
         self.sizes.append(len(transactions))
-        ids = [int(each.transaction_id) for each in transactions]
-        headers = [each.header for each in transactions]
+        ids = [int(transaction.transaction_id) for transaction in transactions]
+        headers = [transaction.header for transaction in transactions]
         rows = [{"transaction_id": a, "header": b} for a, b in zip(ids, headers, strict=True)]
         connection.execute(ROWS.insert(), rows)
         if self.poison.intersection(ids):
@@ -78,7 +78,7 @@ class View(SqlCallbacks):
     @property
     def ids(self) -> list[int]:
         with self._engine.connect() as connection:
-            return [int(each) for each in connection.scalars(sa.select(ROWS.c.transaction_id))]
+            return [int(scalar) for scalar in connection.scalars(sa.select(ROWS.c.transaction_id))]
 
     @property
     def mark(self) -> int:
@@ -94,8 +94,8 @@ class View(SqlCallbacks):
 
 
 def fill(client: Any, headers: Sequence[int]) -> None:
-    futures = [client.append(b"", partition=0, header=each) for each in headers]
-    assert [each.result(TEST_TIMEOUT_S) for each in futures] == list(range(len(headers)))
+    futures = [client.append(b"", partition=0, header=header) for header in headers]
+    assert [future.result(TEST_TIMEOUT_S) for future in futures] == list(range(len(headers)))
 
 
 def test_a_view_that_is_behind_is_applied_in_batches(
@@ -132,7 +132,7 @@ def test_a_skipped_transaction_does_not_skip_others(
         client.subscribe(view, [0])
         view.wait_for_mark(149)
     assert view.failed == [40, 41, 99]
-    assert view.ids == [each for each in range(150) if each not in view.poison]
+    assert view.ids == [number for number in range(150) if number not in view.poison]
 
 
 def test_a_filtered_view_has_its_transactions_and_the_mark_of_the_log(
@@ -140,7 +140,7 @@ def test_a_filtered_view_has_its_transactions_and_the_mark_of_the_log(
 ) -> None:
     view = View(engine)
     with waltz_memory.client() as client:
-        fill(client, [7 if each % 10 == 0 else 1 for each in range(200)])
+        fill(client, [7 if number % 10 == 0 else 1 for number in range(200)])
         client.subscribe(view, [0], headers=[7])
         view.wait_for_mark(199)
         assert view.ids == list(range(0, 200, 10))

@@ -12,8 +12,8 @@ from waltz_core.client.read.start_times import async_first_since, first_since
 def test_the_first_transaction_since_a_time_is_found_in_few_steps(stamps, since_ms):
     stamps.sort()
     requests = []
-    found = first_since(lambda at: requests.append(at) or stamps[at], len(stamps) - 1, since_ms)
-    assert found == sum(stamp < since_ms for stamp in stamps) - 1
+    first = first_since(lambda at: requests.append(at) or stamps[at], len(stamps) - 1, since_ms)
+    assert first == sum(stamp < since_ms for stamp in stamps) - 1
     assert len(requests) <= 6
 
 
@@ -25,16 +25,16 @@ def test_records_without_a_stamp_are_not_skipped(written, since_ms):
     times = sorted(time for time, _ in written)
     stamps = [time * is_stamped for time, (_, is_stamped) in zip(times, written, strict=True)]
     requests = []
-    found = first_since(lambda at: requests.append(at) or stamps[at], len(stamps) - 1, since_ms)
-    assert all(time < since_ms for time in times[: found + 1])
+    first = first_since(lambda at: requests.append(at) or stamps[at], len(stamps) - 1, since_ms)
+    assert all(time < since_ms for time in times[: first + 1])
     assert len(requests) <= 32 + 2 * 8
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(2, 5001))
 def test_a_start_by_time_is_exact_after_records_of_0_13(unstamped, stamped, since_ms):
     stamps = [0] * unstamped + list(range(1, stamped + 1))
-    found = first_since(stamps.__getitem__, len(stamps) - 1, since_ms)
-    assert found == unstamped + min(stamped, since_ms - 1) - 1
+    first = first_since(stamps.__getitem__, len(stamps) - 1, since_ms)
+    assert first == unstamped + min(stamped, since_ms - 1) - 1
 
 
 def test_a_log_without_stamps_is_read_completely():
@@ -54,6 +54,6 @@ def test_the_asyncio_search_reads_the_same_transactions(stamps, since_ms, older)
         await asyncio.sleep(0)
         return stamps[at]
 
-    found = first_since(lambda at: requests.append(at) or stamps[at], mark, since_ms, older)
-    assert asyncio.run(async_first_since(stamp_ms_of, mark, since_ms, older)) == found
+    first = first_since(lambda at: requests.append(at) or stamps[at], mark, since_ms, older)
+    assert asyncio.run(async_first_since(stamp_ms_of, mark, since_ms, older)) == first
     assert awaited == requests

@@ -88,7 +88,7 @@ def test_appends_in_flight_stay_within_the_servers_limit():
     scenario.step(stream_events.SendAppends(submission(2, data=b"x" * 20)))
     assert scenario.sent_messages() == []
     scenario.receive(committed_result(req(1), 0))
-    assert [each.req_id for each in scenario.sent_messages()] == [req(2)]
+    assert [message.req_id for message in scenario.sent_messages()] == [req(2)]
 
 
 def test_an_append_over_the_servers_frame_limit_is_rejected_before_it_is_sent():
@@ -101,7 +101,7 @@ def test_an_append_over_the_servers_frame_limit_is_rejected_before_it_is_sent():
 
 
 def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
-    """Its rows are sent again in two submissions, after all waiting appends."""
+    """The rows are sent again in two submissions, after all waiting appends."""
     scenario = Scenario()
     for token, rows in ((1, 101), (2, 1), (3, 2)):
         one = replace(submission(token, rows=rows), keeps_order=token != 3)
@@ -110,7 +110,7 @@ def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
     assert isinstance(rejection_errors(effects)[1], errors.TooLarge)
     assert outcomes_by_token(effects)[2].reasons.tolist() == [m.RowOutcomeCode.LOST]
     # The large submission is not ordered.
-    assert [each.req_id for each in scenario.sent_messages(m.AppendBatch)] == [req(1)]
+    assert [message.req_id for message in scenario.sent_messages(m.AppendBatch)] == [req(1)]
     assert scenario.sent_messages(m.AppendRequest) == []
 
 
@@ -136,7 +136,7 @@ def in_doubt(rows: int = 2) -> Scenario:
 def test_rows_in_doubt_are_searched_between_the_two_marks():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
-    assert scenario.last_effects == []  # invariant 1: not before the rows in doubt are settled
+    assert scenario.last_effects == []  # invariant 1: rows in doubt are not settled yet
     mount = scenario.open_link(number=2, generation=1)
     effects = scenario.answer_mount(mount, 12, link=2)
     request = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
@@ -147,7 +147,7 @@ def test_rows_in_doubt_are_searched_between_the_two_marks():
     outcome = outcomes_by_token(effects)[1]
     assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
-    assert [each.req_id for each in scenario.sent_messages()] == [req(3, 1)]
+    assert [message.req_id for message in scenario.sent_messages()] == [req(3, 1)]
 
 
 def test_ordered_appends_do_not_overtake_resent_ones():
@@ -158,11 +158,13 @@ def test_ordered_appends_do_not_overtake_resent_ones():
     scenario.step(stream_events.SendAppends(submission(3)))
     effects = scenario.answer_mount(scenario.open_link(number=2), 9, link=2)
     outcomes = outcomes_by_token(effects)
-    assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
+    assert {token: outcome.reasons.tolist() for token, outcome in outcomes.items()} == {
         1: [m.RowOutcomeCode.LOST],
         2: [m.RowOutcomeCode.LOST],
     }
-    assert [each.req_id for each in scenario.sent_messages()] == [req(2)]  # the third is ignored
+    assert [message.req_id for message in scenario.sent_messages()] == [
+        req(2)
+    ]  # the third is ignored
 
 
 def test_reading_back_continues_until_the_mark():
@@ -289,7 +291,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
     opening = next(
-        each for each in scenario.last_effects if isinstance(each, stream_events.OpenLink)
+        effect for effect in scenario.last_effects if isinstance(effect, stream_events.OpenLink)
     )
     assert set(opening.avoided_links) >= {2}
     with pytest.raises(AssertionError):
@@ -380,7 +382,7 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     assert scenario.stream.wake_at_ms == start_ms + 4_000
     assert scenario.wake(start_ms + 4_000) == [stream_events.OpenLink(2, ())]
     scenario.answer_mount(scenario.open_link(number=1), -1)
-    assert [each.req_id for each in scenario.sent_messages(m.AppendRequest)] == [req(3)]
+    assert [message.req_id for message in scenario.sent_messages(m.AppendRequest)] == [req(3)]
 
 
 def test_the_error_of_an_unsent_append_over_a_limit_names_the_pause():
@@ -438,7 +440,7 @@ def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
     effects = scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
     scenario.answer_mount(scenario.open_link(number=1), -1)
-    assert [each.req_id for each in scenario.sent_messages(m.AppendRequest)] == [req(3)]
+    assert [message.req_id for message in scenario.sent_messages(m.AppendRequest)] == [req(3)]
 
 
 def test_missing_answers_time_out():
@@ -570,7 +572,7 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     mount = scenario.open_link(number=1)
     assert mount.req_id.client_id == 8
     scenario.answer_mount(mount, 7)
-    assert [each.req_id for each in scenario.sent_messages()] == [req(1, 0, client_id=8)]
+    assert [message.req_id for message in scenario.sent_messages()] == [req(1, 0, client_id=8)]
 
 
 PROOF = bytes(range(16))
@@ -602,7 +604,7 @@ def test_a_denied_id_is_replaced_and_rows_in_doubt_are_unknown():
     mount = scenario.open_link(number=3)
     assert (mount.req_id.client_id, mount.proof) == (8, PROOF)
     scenario.answer_mount(mount, 12, link=3)
-    assert [each.req_id for each in scenario.sent_messages()] == [req(1, 0, client_id=8)]
+    assert [message.req_id for message in scenario.sent_messages()] == [req(1, 0, client_id=8)]
 
 
 def test_a_second_id_that_is_denied_ends_the_stream():
@@ -613,7 +615,7 @@ def test_a_second_id_that_is_denied_ends_the_stream():
     scenario.step(stream_events.ClientIdRenewed(8))
     effects = scenario.reject(scenario.open_link(number=2).req_id, DENIED, link=2)
     assert [
-        type(each.error) for each in effects if isinstance(each, stream_events.StreamStopped)
+        type(effect.error) for effect in effects if isinstance(effect, stream_events.StreamStopped)
     ] == [errors.ClientIdDenied]
 
 
@@ -797,7 +799,7 @@ def test_a_suspended_feed_sends_no_request_until_half_is_applied():
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     assert scenario.receive(m.FeedSuspended(request.req_id)) == []
     assert scenario.step(stream_events.FeedApplied(23)) == []
-    # The log may have grown since, so the stream asks for its length first.
+    # The log may have grown since, so the stream requests its high-water mark first.
     assert scenario.step(stream_events.FeedApplied(24)) == [stream_events.OpenLink(2, ())]
     effects = scenario.answer_mount(scenario.open_link(), 900)
     assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.StreamReady(900)]

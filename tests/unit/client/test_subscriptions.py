@@ -98,7 +98,7 @@ async def test_a_subscription_begins_at_the_mark_of_the_application():
         callbacks = ResumingCallbacks()
         callbacks.seen[0].append(2)
         await client.subscribe(callbacks, [0])
-        # NB: the loop has not run since: a context that is submitted here takes this mark.
+        # The loop has not run since then, so a context that is submitted here takes this mark.
         assert client._partitions[0].mark == 2
 
 
@@ -192,27 +192,27 @@ async def test_a_feed_can_end_while_a_transaction_is_retried():
 
 @run_on_virtual_loop
 async def test_a_context_waits_while_its_partition_is_paused():
-    """A context computes from applied transactions; without a feed it would overwrite others."""
-    async with two_clients() as (_, one, two):
+    """A context computes from applied transactions; without a feed, these would be outdated."""
+    async with two_clients() as (_, first_client, second_client):
         callbacks_of_one, callbacks = ResumingCallbacks(), ResumingCallbacks()
-        await one.subscribe(callbacks_of_one, [0])
-        await two.subscribe(callbacks, [0])
-        await (await one.submit(CounterContext(callbacks_of_one.state)))
+        await first_client.subscribe(callbacks_of_one, [0])
+        await second_client.subscribe(callbacks, [0])
+        await (await first_client.submit(CounterContext(callbacks_of_one.state)))
         await wait_until(lambda: callbacks.state["value"] == 1)
         callbacks.may_continue.clear()
         for _ in range(2):
-            await (await one.submit(CounterContext(callbacks_of_one.state)))
+            await (await first_client.submit(CounterContext(callbacks_of_one.state)))
         await wait_until(lambda: callbacks.is_applying)
         context = RepeatedContext(callbacks.state)
-        future = await two.submit(context)
+        future = await second_client.submit(context)
         await wait_until(lambda: "lock failure" in context.called_hooks)
         async with asyncio.TaskGroup() as group:
-            pausing = group.create_task(two.set_partitions([]))
-            await wait_until(lambda: two.partitions == ())
+            pausing = group.create_task(second_client.set_partitions([]))
+            await wait_until(lambda: second_client.partitions == ())
             assert not pausing.done()
             callbacks.may_continue.set()
         assert callbacks.state["value"] == 2
-        await two.set_partitions([0])
+        await second_client.set_partitions([0])
         await future
         await wait_until(lambda: callbacks.state["value"] == 4)
         assert context.attempts == 2, "no attempt without a newer state"
@@ -220,18 +220,18 @@ async def test_a_context_waits_while_its_partition_is_paused():
 
 @run_on_virtual_loop
 async def test_a_context_whose_partition_stays_paused_expires():
-    async with two_clients() as (_, one, two):
+    async with two_clients() as (_, first_client, second_client):
         callbacks = ResumingCallbacks()
-        await two.subscribe(callbacks, [0])
+        await second_client.subscribe(callbacks, [0])
         callbacks.may_continue.clear()
-        await (await one.submit(CounterContext({"value": 0})))
+        await (await first_client.submit(CounterContext({"value": 0})))
         await wait_until(lambda: callbacks.is_applying)
         context = RepeatedContext(callbacks.state)
         context.timeout_ms = 300
-        future = await two.submit(context)
+        future = await second_client.submit(context)
         await wait_until(lambda: "lock failure" in context.called_hooks)
         async with asyncio.TaskGroup() as group:
-            group.create_task(two.set_partitions([]))
+            group.create_task(second_client.set_partitions([]))
             callbacks.may_continue.set()
         with pytest.raises(errors.LockFailed):
             await future
@@ -343,9 +343,9 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
 
 @run_on_virtual_loop
 async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits():
-    async with two_clients() as (_, one, two):
+    async with two_clients() as (_, first_client, second_client):
         callbacks = DataCallbacks()
-        await two.subscribe(callbacks, [0], headers=[99])
+        await second_client.subscribe(callbacks, [0], headers=[99])
         marks = []
         context = CounterContext({"value": 0})
         plain = context.execute
@@ -357,9 +357,9 @@ async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits(
             return plain(builder)
 
         context.execute = execute
-        await write_headers(one, 0, 1, 1)
-        await (await one.append(b"", partition=0, header=1, write_locks=[lock("counter")]))
-        await (await two.submit(context))
+        await write_headers(first_client, 0, 1, 1)
+        await (await first_client.append(b"", partition=0, header=1, write_locks=[lock("counter")]))
+        await (await second_client.submit(context))
         assert marks == [-1, 2]
         await wait_until(lambda: context.called_hooks[-1] == "applied")
         assert context.called_hooks == ["lock failure", "completed True", "applied"]
@@ -391,31 +391,32 @@ class WithdrawContext(TransactionContext):
 async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applied():
     """A new context, and an append without a mark, after its partition was unsubscribed."""
     account = [lock("account")]
-    async with two_clients() as (_, one, two):
+    async with two_clients() as (_, first_client, second_client):
         callbacks = ResumingCallbacks()
-        await two.subscribe(callbacks, [0])
-        await (await one.append(b"1", partition=0, write_locks=account))
+        await second_client.subscribe(callbacks, [0])
+        await (await first_client.append(b"1", partition=0, write_locks=account))
         await wait_until(lambda: callbacks.seen[0] == [0])
-        await two.set_partitions([])
-        later_append = await one.append(
+        await second_client.set_partitions([])
+        later_append = await first_client.append(
             b"2", partition=0, write_locks=account, client_high_water_mark=0
         )
         await later_append
-        await (await two.append(b"3", partition=0))  # now the client knows the end of the log
+        # From this append, the client learns the end of the log.
+        await (await second_client.append(b"3", partition=0))
         with pytest.raises(errors.LockFailed):
-            await (await two.append(b"4", partition=0, write_locks=account))
+            await (await second_client.append(b"4", partition=0, write_locks=account))
         context = WithdrawContext()
         with pytest.raises(errors.Unavailable, match="had paused"):
-            await (await two.submit(context))
+            await (await second_client.submit(context))
         assert context.marks == []
         # The old mark applies until the application returns one for the resumed partition.
         callbacks.may_continue.clear()
-        await two.set_partitions([0])
+        await second_client.set_partitions([0])
         with pytest.raises(errors.LockFailed):
-            await (await two.append(b"5", partition=0, write_locks=account))
+            await (await second_client.append(b"5", partition=0, write_locks=account))
         callbacks.may_continue.set()
         await wait_until(lambda: callbacks.seen[0] == [0, 1, 2])
-        assert await (await two.append(b"6", partition=0, write_locks=account)) == 3
+        assert await (await second_client.append(b"6", partition=0, write_locks=account)) == 3
 
 
 @run_on_virtual_loop
@@ -428,15 +429,15 @@ async def test_a_deadline_ends_an_execute_that_waits():
 
 @run_on_virtual_loop
 async def test_a_deadline_ends_attempts_that_never_wait():
-    """Another client writes the lock at each attempt; the client knows each conflict at once."""
-    async with two_clients() as (_, one, two):
+    """Another client writes the lock at each attempt; the client gets each conflict at once."""
+    async with two_clients() as (_, first_client, second_client):
 
         async def write_concurrently():
-            await (await two.append(b"", partition=0, append_locks=[lock("account")]))
+            await (await second_client.append(b"", partition=0, append_locks=[lock("account")]))
 
         context = WithdrawContext(write_concurrently)
         with pytest.raises((errors.LockFailed, errors.Unavailable)):
-            await (await one.submit(context))
+            await (await first_client.submit(context))
         assert context.marks
 
 

@@ -62,7 +62,7 @@ class CopyContext(TransactionContext):
 
 
 def test_callbacks_that_wait_for_contexts_do_not_deadlock():
-    """There is one callback more than there are threads for contexts."""
+    """There is one more callback than threads for contexts."""
     count = WORKERS_MAX + 1
     barrier, completed = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
@@ -156,7 +156,8 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
                     client.submit(context).result(TEST_TIMEOUT_S)
                 if isinstance(caught.value, errors.ViewBehind):
                     break
-                # A busy machine was too slow to reject this context; the next one has more time.
+                # On a busy machine, the context may not have been rejected yet; the next context
+                # has more time.
             may_continue.set()
     assert isinstance(caught.value, errors.ViewBehind)
     assert (caught.value.applied, caught.value.high_water_mark) == (0, 9)
@@ -387,7 +388,7 @@ def test_a_thread_may_read_the_partitions_while_they_change(monkeypatch):
 
 
 def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
-    """The loop ends before the outcomes are known: other threads get what is known then."""
+    """The loop ends before all outcomes are known. Other threads get the outcomes known by then."""
     with MemoryWaltz(1) as waltz:
         client = waltz.client()
         client.mount([0])
@@ -406,9 +407,9 @@ def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
         monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.close()
-        for each in futures:
+        for future in futures:
             with pytest.raises(errors.OutcomeUnknown):
-                each.result(TEST_TIMEOUT_S)
+                future.result(TEST_TIMEOUT_S)
 
 
 def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
@@ -488,35 +489,35 @@ def test_each_close_waits_for_callbacks(is_closed_by):
         wait_until(client._loop.is_closed)
         closing_threads[1].start()
         closing_threads[1].join(0.2)
-        assert all(each.is_alive() for each in closing_threads)
+        assert all(closing_thread.is_alive() for closing_thread in closing_threads)
         assert not ended
         may_end.set()
-        for each in closing_threads:
-            each.join(TEST_TIMEOUT_S)
+        for closing_thread in closing_threads:
+            closing_thread.join(TEST_TIMEOUT_S)
         assert ended == [True]
 
 
 def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
     callback_began, may_end, closing, ended = (threading.Event() for _ in range(4))
-    with MemoryWaltz(1) as log, log.client() as writer, log.client() as one:
-        other = log.client()
+    with MemoryWaltz(1) as log, log.client() as writer, log.client() as first_client:
+        second_client = log.client()
 
         def apply_slowly(_transaction):
             callback_began.set()
             may_end.wait(TEST_TIMEOUT_S)
 
         def close_other(_transaction):
-            other.set_partitions([0])  # the other client has no running callback
+            second_client.set_partitions([0])  # the other client has no running callback
             closing.set()
-            other.close()
+            second_client.close()
             ended.set()
 
-        other.subscribe(FunctionCallbacks(apply_slowly))
+        second_client.subscribe(FunctionCallbacks(apply_slowly))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         assert callback_began.wait(TEST_TIMEOUT_S)
-        one.subscribe(FunctionCallbacks(close_other))
+        first_client.subscribe(FunctionCallbacks(close_other))
         assert closing.wait(TEST_TIMEOUT_S)
-        wait_until(other._loop.is_closed)
+        wait_until(second_client._loop.is_closed)
         assert not ended.wait(0.2)
         may_end.set()
         assert ended.wait(TEST_TIMEOUT_S)

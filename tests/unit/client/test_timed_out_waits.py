@@ -70,6 +70,6 @@ async def test_a_timed_out_wait_for_outcomes_leaves_no_state():
     appends.add(row)
     for _ in range(COUNT):
         await time_out(appends.wait_for_earlier())
-    assert not any(each.waiting for each in appends._flush_groups)
+    assert not any(flush_group.waiting for flush_group in appends._flush_groups)
     appends.abandon(errors.Unreachable("no server is there"))
     assert row.future.exception() is not None

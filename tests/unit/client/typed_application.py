@@ -33,8 +33,8 @@ class OnThreads(Callbacks):
 
 @transactional(partition_by=lambda account, amount: lock("account", account), pipelined=True)
 def pay(builder: TransactionBuilder, account: int, amount: int) -> bool:
-    for each in builder.predecessors(0):
-        earlier = each.value()
+    for predecessor in builder.predecessors(0):
+        earlier = predecessor.value()
         amount += earlier["amount"]
     builder.set_transaction_data({"account": account, "amount": amount}, JSON)
     return True

@@ -33,7 +33,7 @@ PERMISSIONS = Permissions(
 
 
 def node_with(**parts):
-    """Return the node with these parts changed; a part that is None is left out."""
+    """Return the node with these parts changed; a part that is None is omitted."""
     node = json.loads(access_node.encode_permissions(PERMISSIONS)) | parts
     return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
 
@@ -161,7 +161,7 @@ def test_an_unreadable_key_is_not_in_the_error():
 
 
 def test_permissions_over_the_limit_are_not_written():
-    many = {f"{at:064x}": StoredToken(f"t{at}", "ann", 1) for at in range(6_000)}
+    many = {f"{number:064x}": StoredToken(f"t{number}", "ann", 1) for number in range(6_000)}
     full = Permissions(1, "ann", 0, KEY, tokens=many)
     with pytest.raises(BadConfig, match="expected at most 524288"):
         access_node.encode_permissions(full)

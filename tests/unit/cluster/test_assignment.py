@@ -36,19 +36,19 @@ def assign(old, servers, *, partition_count=4, cversion=1, keeps_owners=False):
 
 
 def test_partitions_are_assigned_as_by_waltz_0_13():
-    one = assign(PartitionAssignment(), live_servers(1))
-    assert one == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
-    two = assign(one, live_servers(1, 2), cversion=2)
-    assert two == PartitionAssignment(2, 4, {1: {0: 1, 1: 1}, 2: {2: 2, 3: 2}})
-    three = assign(two, live_servers(3), cversion=5)
-    assert three == PartitionAssignment(5, 4, {3: {0: 2, 1: 2, 2: 3, 3: 3}})
+    first = assign(PartitionAssignment(), live_servers(1))
+    assert first == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
+    second = assign(first, live_servers(1, 2), cversion=2)
+    assert second == PartitionAssignment(2, 4, {1: {0: 1, 1: 1}, 2: {2: 2, 3: 2}})
+    third = assign(second, live_servers(3), cversion=5)
+    assert third == PartitionAssignment(5, 4, {3: {0: 2, 1: 2, 2: 3, 3: 3}})
 
 
 def test_one_partition_is_handed_to_another_server():
     old = PartitionAssignment(7, 5, {1: {0: 3, 1: 4}, 2: {2: 1, 3: 1, 4: 9}})
     found = hand_over_partition(old, 1, 4, 1)
     assert found == PartitionAssignment(7, 5, {1: {0: 3}, 2: {1: 5, 2: 1, 3: 1, 4: 9}})
-    # Another server owns it, or its generation has changed, or there is no other server.
+    # Another server owns the partition, its generation has changed, or there is no other server.
     assert hand_over_partition(old, 1, 4, 2) is None
     assert hand_over_partition(old, 1, 3, 1) is None
     assert hand_over_partition(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None
@@ -56,27 +56,31 @@ def test_one_partition_is_handed_to_another_server():
 
 @pytest.mark.parametrize("unhealthy", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
 def test_partitions_are_handed_over_to_a_healthy_server(unhealthy):
-    """A server without a quorum hands over all partitions, also those just handed to it."""
+    """A server without a quorum hands over all partitions, also those that it has just received."""
     now = assign(PartitionAssignment(), live_servers(1, 2, 3, 4), partition_count=24)
     for _ in range(len(unhealthy)):
         for owner in sorted(unhealthy):
             for partition_id, generation in now.servers[owner].items():
                 now = hand_over_partition(now, partition_id, generation, owner)
-    assert [each for each in sorted(unhealthy) if now.servers[each]] == []
+    assert [number for number in sorted(unhealthy) if now.servers[number]] == []
     healthy_counts = [len(now.servers[each]) for each in {1, 2, 3, 4} - unhealthy]
     assert sum(healthy_counts) == 24
     assert min(healthy_counts) >= 2  # no server gets all partitions
 
 
 def test_the_remainder_is_assigned_to_the_lowest_ids():
-    found = assign(PartitionAssignment(), live_servers(5, 2, 9), partition_count=8)
-    assert {server: len(owned) for server, owned in found.servers.items()} == {2: 3, 5: 3, 9: 2}
+    assignment = assign(PartitionAssignment(), live_servers(5, 2, 9), partition_count=8)
+    assert {server: len(owned) for server, owned in assignment.servers.items()} == {
+        2: 3,
+        5: 3,
+        9: 2,
+    }
 
 
 def test_preferred_partitions_are_assigned_to_their_first_server_beyond_its_share():
     servers = live_servers(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
-    found = assign(PartitionAssignment(), servers)
-    assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
+    assignment = assign(PartitionAssignment(), servers)
+    assert assignment.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
 
 
 def test_preferring_an_owned_partition_moves_no_partition():
@@ -86,10 +90,10 @@ def test_preferring_an_owned_partition_moves_no_partition():
 
 def test_every_partition_is_assigned_if_preferences_use_up_a_share():
     # With Waltz 0.13, partition 4 has no owner in this case.
-    found = assign(
+    assignment = assign(
         PartitionAssignment(), live_servers(1, 2, preferred={1: [0, 1]}), partition_count=5
     )
-    assert found.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
+    assert assignment.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
 
 
 def test_added_partitions_are_assigned_and_existing_ones_do_not_move():

@@ -65,8 +65,8 @@ def test_a_backup_has_the_last_issued_id_and_older_backups_have_none():
 
 def test_every_changed_byte_is_found():
     data = BACKUP.to_bytes()
-    for at in range(0, len(data), 11):
-        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    for offset in range(0, len(data), 11):
+        changed = data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
         with pytest.raises((BadFormat, ChecksumMismatch), match="backup f"):
             Backup.from_bytes(changed, "f")
     with pytest.raises((BadFormat, ChecksumMismatch), match="backup f"):

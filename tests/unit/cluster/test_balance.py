@@ -1,4 +1,4 @@
-"""The planner of balance by load: alone, and over hours of virtual time with noise."""
+"""The planner of balance by load: single plans, and hours of virtual time with noise."""
 
 import random
 from collections import Counter, defaultdict
@@ -26,10 +26,10 @@ def plan(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
 
 
 def loads_by_server(owners, loads):
-    found = Counter()
+    counts = Counter()
     for partition, owner in owners.items():
-        found[owner] += loads[partition]
-    return found
+        counts[owner] += loads[partition]
+    return counts
 
 
 # --- single plans
@@ -110,7 +110,7 @@ def test_every_plan_of_the_balancer_keeps_the_rules(cluster):
     assert all(owners[partition] != target for partition, target in moves.items())
     weights = {p: loads.get(p, 0.0) for p in owners}
     before, after = loads_by_server(owners, weights), loads_by_server({**owners, **moves}, weights)
-    # Idle partitions count a little, too: the result may be worse by this amount.
+    # Idle partitions have a small load, too, so the result may be worse by this amount.
     assert max(after.values()) <= max(before.values()) + 10 * len(owners)
 
 
@@ -194,7 +194,7 @@ class Cluster:
         self.assignment = assign_partitions(
             PartitionAssignment(), servers, cversion=1, partition_count=len(self.rates)
         )
-        self._meters = {each: LoadMeter(WINDOW_MS) for each in servers}
+        self._meters = {server: LoadMeter(WINDOW_MS) for server in servers}
         self._averages = LoadAverages(WINDOW_MS)
         self._balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, WINDOW_MS // 2, 2 * WINDOW_MS))
 

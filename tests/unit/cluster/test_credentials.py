@@ -27,21 +27,21 @@ WORDS = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filt
 
 def test_user_password_and_further_permissions_are_parsed():
     other_permissions = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
-    found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{other_permissions}", "f")
-    assert found.user == User("waltz", "se:cret")
-    assert found.grants == (
+    credentials = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{other_permissions}", "f")
+    assert credentials.user == User("waltz", "se:cret")
+    assert credentials.grants == (
         NodePermission("world", "anyone", "r"),
         NodePermission("ip", "10.0.0.0/8", "cdrwa"),
         NodePermission("digest", "b:aGFzaA==", "rw"),
     )
-    assert "cret" not in repr(found)
+    assert "cret" not in repr(credentials)
 
 
 @given(WORDS.filter(lambda user: ":" not in user), WORDS)
 def test_every_user_and_password_of_one_line_is_parsed(user, password):
-    found = parse_credentials(f"digest:{user}:{password}\n", "f")
-    assert found == Credentials(User(user, password))
-    assert found.user.identity == make_digest_acl_credential(user, password)
+    credentials = parse_credentials(f"digest:{user}:{password}\n", "f")
+    assert credentials == Credentials(User(user, password))
+    assert credentials.user.identity == make_digest_acl_credential(user, password)
 
 
 # --- two users
@@ -78,20 +78,20 @@ def test_a_file_with_two_users_hides_the_passwords_and_states_the_role():
 )
 @pytest.mark.parametrize("text", [ADMINISTRATOR_FILE, MEMBER_FILE])
 def test_both_users_create_nodes_with_the_same_permissions(text, path, members, is_public):
-    found = parse_credentials(text, "f").access_list_of(ROWS[path])
+    access_list = parse_credentials(text, "f").access_list_of(ROWS[path])
     expected = [NodePermission("digest", ADMINISTRATOR, "cdrwa")]
     expected += [NodePermission("digest", MEMBER, members)] if members else []
     expected += [NodePermission("world", "anyone", "r")] if is_public else []
-    assert list(found) == expected
+    assert list(access_list) == expected
 
 
 @pytest.mark.parametrize("text", [ADMINISTRATOR_FILE, MEMBER_FILE])
 def test_further_lines_name_administrators_or_grant_at_most_member_permissions(text):
     lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW_CREDENTIAL}:cdrwa\n"
-    found = parse_credentials(f"{text}{lines}", "f")
+    credentials = parse_credentials(f"{text}{lines}", "f")
 
     def other_permissions(path: str) -> list[NodePermission]:
-        granted = found.access_list_of(ROWS[path])
+        granted = credentials.access_list_of(ROWS[path])
         return [each for each in granted if each.identity not in {MEMBER, ADMINISTRATOR}]
 
     world, host, administrator = "anyone", "10.0.0.1", ("digest", NEW_CREDENTIAL, "cdrwa")
@@ -118,11 +118,11 @@ def test_the_documented_files_are_those_of_the_two_users():
 
 @pytest.mark.parametrize("path", ROWS)
 def test_one_user_has_all_permissions_of_every_node(path):
-    found = parse_credentials("digest:waltz:secret\nworld:anyone:cdrwa\n", "f")
+    credentials = parse_credentials("digest:waltz:secret\nworld:anyone:cdrwa\n", "f")
     expected = [("auth", "", "cdrwa")]
     if path not in {"R/x/access", "R/x/audit", "R/x/audit/e_N"}:
         expected.append(("world", "anyone", "cdrwa"))
-    assert list(found.access_list_of(ROWS[path])) == expected
+    assert list(credentials.access_list_of(ROWS[path])) == expected
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 
     asyncio.run(scenario())
     assert seen == [1, 2, 3]
-    assert [each.message for each in caplog.records] == [
-        f"zookeeper.znode_unreadable error={each}" for each in decode_errors
+    assert [record.message for record in caplog.records] == [
+        f"zookeeper.znode_unreadable error={decode_error}" for decode_error in decode_errors
     ]
 
 
@@ -78,7 +78,7 @@ def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
 
 
 def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> None:
-    """Also a daemon without permissions runs on, and rejects requests."""
+    """A daemon that has no permissions yet also continues to run, and rejects requests."""
     monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     caplog.set_level(logging.ERROR)
     denied = errors.BadConfig("R/x/access: not permitted")
@@ -91,7 +91,7 @@ def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> Non
     with pytest.raises(errors.Unavailable, match="enough"):
         asyncio.run(follow_znodes.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == [("server-1", 4)] * 2
-    assert [each.message for each in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         f"access.permissions_unreadable error={each}" for each in (denied, "format 2", denied)
     ]
 

@@ -79,37 +79,37 @@ def run_in_cluster(scenario):
 
 @run_in_cluster
 async def test_unregistering_removes_only_the_servers_own_node(cluster):
-    (one, _), (two, _) = cluster.member(), cluster.member()
-    await one.unregister()
-    await one.register(server_descriptor(1))
-    await two.register(server_descriptor(2))
-    await one.unregister()
+    (first_server, _), (second_server, _) = cluster.member(), cluster.member()
+    await first_server.unregister()
+    await first_server.register(server_descriptor(1))
+    await second_server.register(server_descriptor(2))
+    await first_server.unregister()
     assert cluster.registered() == [2]
-    await one.unregister()
+    await first_server.unregister()
     assert cluster.registered() == [2]
 
 
 @run_in_cluster
 async def test_a_failed_removal_is_not_reported_as_done(cluster):
-    (one, own_session), (other, session) = cluster.member(), cluster.member()
-    await one.register(server_descriptor(1))
+    (first_server, own_session), (second_server, session) = cluster.member(), cluster.member()
+    await first_server.register(server_descriptor(1))
     session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
     with pytest.raises(
         errors.CoordinatorUnavailable, match="processes changed it during each attempt"
     ):
-        await other.remove_dead_server(server_descriptor(1))
+        await second_server.remove_dead_server(server_descriptor(1))
     own_session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
     with pytest.raises(
         errors.CoordinatorUnavailable, match="processes changed it during each attempt"
     ):
-        await one.unregister()
+        await first_server.unregister()
     assert cluster.registered() == [1]
 
 
 @run_in_cluster
 async def test_a_dead_server_is_removed_by_another(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
-    # The registered process is another one or has changed; no server has found it dead.
+    # The reported process has changed or restarted, or no server has found it dead.
     await other.remove_dead_server(server_descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
@@ -126,25 +126,25 @@ async def test_a_dead_server_is_removed_by_another(cluster):
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
 @run_in_cluster
 async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults):
-    (one, session), (two, _) = cluster.member(), cluster.member()
-    assert not await one.hand_over(0, 1)  # this process is not registered
-    await one.register(server_descriptor(1))
+    (first_server, session), (second_server, _) = cluster.member(), cluster.member()
+    assert not await first_server.hand_over(0, 1)  # this process is not registered
+    await first_server.register(server_descriptor(1))
     seen = CallbackRecorder()
-    async with run_meanwhile(one.follow(seen), two.follow(CallbackRecorder())):
+    async with run_meanwhile(first_server.follow(seen), second_server.follow(CallbackRecorder())):
         before = await seen.wait_for(lambda view: len(view.owners) > 0)
         generation = before.owners[0].generation
-        assert not await one.hand_over(0, generation)  # there is no other server
-        await two.register(server_descriptor(2))
+        assert not await first_server.hand_over(0, generation)  # there is no other server
+        await second_server.register(server_descriptor(2))
         view = await seen.wait_for(lambda view: len(view.servers) == 2)
         generation = view.owners[0].generation
         assert view.owners[0].server_id == 1
         session.faults = list(faults)
         # The next read shows the outcome of the write whose answer was lost.
-        assert await one.hand_over(0, generation)
+        assert await first_server.hand_over(0, generation)
         after = await seen.wait_for(lambda view: view.owners[0].server_id == 2)
         assert after.owners[0].generation == generation + 1
         assert after.is_settled
-        assert not await one.hand_over(0, generation)
+        assert not await first_server.hand_over(0, generation)
 
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
@@ -152,24 +152,26 @@ async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults
 async def test_a_preference_does_not_return_a_handed_over_partition(cluster, faults):
     """After an unhealthy server hands over a partition, a change of servers must not return it."""
     members = [cluster.member() for _ in range(3)]
-    (one, session), (two, _), (three, _) = members
-    await one.register(server_descriptor(1, preferred=[0, 1]))
-    await two.register(server_descriptor(2))
+    (first_server, session), (second_server, _), (third_server, _) = members
+    await first_server.register(server_descriptor(1, preferred=[0, 1]))
+    await second_server.register(server_descriptor(2))
     seen = CallbackRecorder()
     async with run_meanwhile(
-        one.follow(seen), two.follow(CallbackRecorder()), three.follow(CallbackRecorder())
+        first_server.follow(seen),
+        second_server.follow(CallbackRecorder()),
+        third_server.follow(CallbackRecorder()),
     ):
         view = await seen.wait_for(lambda view: len(view.servers) == 2)
         session.faults = list(faults)
-        assert await one.hand_over(0, view.owners[0].generation)
+        assert await first_server.hand_over(0, view.owners[0].generation)
         after = await seen.wait_for(lambda view: view.owners[0].server_id == 2)
         assert after.servers[1].preferred == (1,)
-        await three.register(server_descriptor(3))
+        await third_server.register(server_descriptor(3))
         after = await seen.wait_for(lambda view: len(view.servers) == 3)
         assert after.owners[0].server_id != 1
         assert after.owners[1].server_id == 1
         # After its repair the server prefers the partition again.
-        await one.change_preferences(server_descriptor(1, preferred=[1, 0]))
+        await first_server.change_preferences(server_descriptor(1, preferred=[1, 0]))
         after = await seen.wait_for(lambda view: view.owners[0].server_id == 1)
         assert after.owners[1].server_id == 1
 
@@ -199,7 +201,7 @@ async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
 
 @run_in_cluster
 async def test_a_second_node_of_the_same_server_is_removed(cluster):
-    """Both of two attempts may have succeeded; the earlier node stays."""
+    """Two attempts may both have succeeded; the earlier node stays."""
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.child_names(SERVERS)
     await session.write(
@@ -219,17 +221,23 @@ async def test_a_second_node_of_the_same_server_is_removed(cluster):
 
 @run_in_cluster
 async def test_each_settled_view_is_reported_once_and_unsettled_views_never(cluster):
-    (one, _), (two, _), (observer, _) = cluster.member(), cluster.member(), cluster.member()
+    (first_server, _), (second_server, _), (observer, _) = (
+        cluster.member(),
+        cluster.member(),
+        cluster.member(),
+    )
     seen = CallbackRecorder()
     async with run_meanwhile(observer.follow(seen)):
         await seen.wait_for(lambda view: not view.servers)
         # No leader assigns partitions yet, so the observer gets no settled view.
-        await two.register(server_descriptor(2))
+        await second_server.register(server_descriptor(2))
         assert not (await observer.read()).is_settled
-        async with run_meanwhile(two.follow(CallbackRecorder())):
+        async with run_meanwhile(second_server.follow(CallbackRecorder())):
             await seen.wait_for(lambda view: list(view.servers) == [2])
-        await one.register(server_descriptor(1))
-        async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(CallbackRecorder())):
+        await first_server.register(server_descriptor(1))
+        async with run_meanwhile(
+            first_server.follow(CallbackRecorder()), second_server.follow(CallbackRecorder())
+        ):
             await seen.wait_for(lambda view: list(view.servers) == [1, 2])
     assert [list(view.servers) for view in seen.values] == [[], [2], [1, 2]]
     assert owners_and_generations(seen.values[1]) == dict.fromkeys(range(PARTITION_COUNT), (2, 1))
@@ -245,7 +253,7 @@ async def test_each_settled_view_is_reported_once_and_unsettled_views_never(clus
 
 @run_in_cluster
 async def test_only_the_leader_writes_assignments(cluster):
-    (one, _), (two, two_session) = await cluster.servers(2)
+    (first_server, _), (second_server, two_session) = await cluster.servers(2)
     written = CallbackRecorder()
     whole = two_session.write
 
@@ -255,10 +263,12 @@ async def test_only_the_leader_writes_assignments(cluster):
 
     two_session.write = count_writes
     views_of_two = CallbackRecorder()
-    async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(views_of_two)):
+    async with run_meanwhile(
+        first_server.follow(CallbackRecorder()), second_server.follow(views_of_two)
+    ):
         await views_of_two.wait_for(lambda view: list(view.servers) == [1, 2])
         assert written.values == []
-        await one.unregister()
+        await first_server.unregister()
         await views_of_two.wait_for(lambda view: list(view.servers) == [2])
     assert [type(operation) for (operation,) in written.values] == [SetNode]
     assert owners_and_generations(views_of_two.values[-1]).keys() == set(range(PARTITION_COUNT))
@@ -266,18 +276,18 @@ async def test_only_the_leader_writes_assignments(cluster):
 
 @run_in_cluster
 async def test_the_leader_moves_partitions_and_all_servers_follow(cluster):
-    (one, _), (two, _) = await cluster.servers(2)
+    (first_server, _), (second_server, _) = await cluster.servers(2)
     views_of_one, views_of_two = CallbackRecorder(), CallbackRecorder()
-    async with run_meanwhile(one.follow(views_of_one), two.follow(views_of_two)):
+    async with run_meanwhile(first_server.follow(views_of_one), second_server.follow(views_of_two)):
         await views_of_two.wait_for(lambda view: list(view.servers) == [1, 2])
-        seen = await two.read()
-        assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
-        assert not await two.move_partitions(seen, {0: 2})  # it is not the leader
-        assert await one.move_partitions(seen, {0: 2})
+        seen = await second_server.read()
+        assert [owner.server_id for owner in seen.owners.values()] == [1, 1, 2, 2]
+        assert not await second_server.move_partitions(seen, {0: 2})  # the server is not the leader
+        assert await first_server.move_partitions(seen, {0: 2})
         await views_of_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
         await views_of_one.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
         assert views_of_one.values[-1].owners | {0: seen.owners[0]} == seen.owners
-        assert not await one.move_partitions(seen, {1: 2})  # the view is outdated
+        assert not await first_server.move_partitions(seen, {1: 2})  # the view is outdated
 
 
 @run_in_cluster
@@ -362,7 +372,7 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         )
         await views_of_one.wait_for(lambda view: len(view.servers) == 2)
         seen = len(views_of_one.values), len(views_of_two.values)
-        # Both sessions have ended; the second server finds ZooKeeper first, and is alone.
+        # Both sessions have ended. The second server reconnects first, and finds no other server.
         first.suspend()
         second.suspend()
         cluster.zookeeper.advance(60_000)
@@ -378,11 +388,11 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         await wait_for_followers(cluster)
         view = await one.read()
         assert view.is_settled
-        assert owners_and_generations(view) == before  # also the generations
-    assert {str(owners_and_generations(each)) for each in views_of_one.values[seen[0] :]} <= {
+        assert owners_and_generations(view) == before  # the generations are also unchanged
+    assert {str(owners_and_generations(value)) for value in views_of_one.values[seen[0] :]} <= {
         str(before)
     }
-    assert {str(owners_and_generations(each)) for each in views_of_two.values[seen[1] :]} <= {
+    assert {str(owners_and_generations(value)) for value in views_of_two.values[seen[1] :]} <= {
         str(before)
     }
 
@@ -450,15 +460,15 @@ async def test_a_short_loss_of_zookeeper_does_not_delay_the_reaction_to_a_dead_s
 
 @run_in_cluster
 async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluster):
-    (one, _), (two, _) = cluster.member(), cluster.member()
+    (first_server, _), (second_server, _) = cluster.member(), cluster.member()
     inbox = CallbackRecorder()
-    async with run_meanwhile(one.follow(inbox), two.follow(CallbackRecorder())):
-        await one.register(server_descriptor(1))
-        await two.register(server_descriptor(2))
+    async with run_meanwhile(first_server.follow(inbox), second_server.follow(CallbackRecorder())):
+        await first_server.register(server_descriptor(1))
+        await second_server.register(server_descriptor(2))
         await inbox.wait_for(lambda view: len(set(view.owners.values())) > 1)
-        before = owners_and_generations(await one.read())
-        await two.change_preferences(server_descriptor(2, preferred=[0, 1, 2]))
-        view = await two.read()
+        before = owners_and_generations(await first_server.read())
+        await second_server.change_preferences(server_descriptor(2, preferred=[0, 1, 2]))
+        view = await second_server.read()
         assert view.is_settled
         assert {
             each for each, (server, _) in owners_and_generations(view).items() if server == 2
@@ -467,9 +477,9 @@ async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluste
         assert all(owners_and_generations(view)[each][1] == before[each][1] + 1 for each in moved)
         # Both servers change preferences within one watch interval; no server loops
         # (docs/design/wire-format.md 2.6).
-        await two.change_preferences(server_descriptor(2))
-        await one.change_preferences(server_descriptor(1, preferred=[3]))
-        view = await one.read()
+        await second_server.change_preferences(server_descriptor(2))
+        await first_server.change_preferences(server_descriptor(1, preferred=[3]))
+        view = await first_server.read()
         assert owners_and_generations(view)[3][0] == 1
         assert view.servers[2].preferred == ()
 
@@ -524,8 +534,8 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
         # The preferred partition moves, and another one in exchange; no others move.
         assert owners_and_generations(view)[foreign] == (2, before[foreign][1] + 1)
         assert all(
-            owners_and_generations(view)[each][1] <= before[each][1] + 1
-            for each in moved_partitions
+            owners_and_generations(view)[moved_partition][1] <= before[moved_partition][1] + 1
+            for moved_partition in moved_partitions
         )
         assert len(moved_partitions) <= 2
 
@@ -566,25 +576,25 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
 @run_in_cluster
 async def test_a_server_owns_no_partition_until_a_witness_reaches_it(cluster):
     """Rule 6."""
-    (one, session), (two, _) = cluster.member(), cluster.member()
-    board = PublishedReachability(ClusterNodes(session, ROOT))
+    (first_server, session), (second_server, _) = cluster.member(), cluster.member()
+    reachability = PublishedReachability(ClusterNodes(session, ROOT))
     inbox = CallbackRecorder()
-    await one.register(server_descriptor(1))
-    async with run_meanwhile(one.follow(inbox)):
+    await first_server.register(server_descriptor(1))
+    async with run_meanwhile(first_server.follow(inbox)):
         await inbox.wait_for(lambda view: len(view.partitions_of(1)) == 4)
-        await board.publish(ServerId(1), ReachReport())
-        await two.register(server_descriptor(2))
+        await reachability.publish(ServerId(1), ReachReport())
+        await second_server.register(server_descriptor(2))
         view = await inbox.wait_for(lambda view: 2 in view.servers)
         assert len(view.partitions_of(1)) == 4
         assert view.excluded == {2}
-        await two.change_preferences(server_descriptor(2, preferred=[3]))
-        assert len((await one.read()).partitions_of(1)) == 4
-        await board.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
+        await second_server.change_preferences(server_descriptor(2, preferred=[3]))
+        assert len((await first_server.read()).partitions_of(1)) == 4
+        await reachability.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
         view = await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 2)
         assert not view.excluded
         assert 3 in view.partitions_of(2)
-        await board.publish(ServerId(1), ReachReport(unreachable={ServerId(2): "refused"}))
+        await reachability.publish(ServerId(1), ReachReport(unreachable={ServerId(2): "refused"}))
         await inbox.wait_for(lambda view: len(view.partitions_of(1)) == 4)
         await session.close()
-    async with run_meanwhile(two.follow(inbox)):
+    async with run_meanwhile(second_server.follow(inbox)):
         await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 4)

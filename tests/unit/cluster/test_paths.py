@@ -67,7 +67,7 @@ def test_the_readers_of_znodes_are_those_of_decision_048():
 
 @pytest.mark.parametrize("root", ["/waltz", "/R", "/x/audit", "/store"])
 def test_each_path_is_found_in_the_table(root):
-    """Also for a root with the name of another node."""
+    """The root may have the name of another node."""
     names = {"s_N": "s_0000000012", "e_N": "e_0000000012", "P": "7", "ID": "3", "W": "nightly-4"}
     names |= {"T": "12", "HOST:PORT": "[::1]:5280"}
     for row in ZNODES:

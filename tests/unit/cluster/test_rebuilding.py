@@ -32,17 +32,17 @@ def choose(logs, *, unanswered=(), count=3):
 
 
 def test_the_newest_session_precedes_the_longest_log():
-    found = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
-    assert (found.source, found.log.last_synced_id) == ("B", 100)
-    assert found.first_members == ("B", "C")
-    assert found.members == ("B", "C", "A")
+    choice = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
+    assert (choice.source, choice.log.last_synced_id) == ("B", 100)
+    assert choice.first_members == ("B", "C")
+    assert choice.members == ("B", "C", "A")
 
 
 def test_the_chosen_members_are_in_different_groups_if_possible():
-    found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
-    assert found.members == ("A", "B", "C")
-    found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})
-    assert found.members == ("A", "B", "D")
+    choice = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
+    assert choice.members == ("A", "B", "C")
+    choice = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})
+    assert choice.members == ("A", "B", "D")
 
 
 def test_fewer_than_a_quorum_may_be_missing():
@@ -74,7 +74,7 @@ def test_a_copy_of_an_older_session_is_ignored():
     """A and B cannot open their logs, and report none. The replica on D remains from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         choose({"C": log(5, 80), "D": log(3, 70)})
-    # A lagging replica looks the same as D.
+    # A lagging replica would report the same as D.
     with pytest.raises(errors.BadRequest, match="C; replicas that were only in older sessions: B"):
         choose({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert choose({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
@@ -109,11 +109,11 @@ def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, d
     for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
         answered[f"left{number}"] = log(session, 20)
     try:
-        found = choose_log(0, answered, groups={}, replica_count=count, unanswered=[])
+        chosen = choose_log(0, answered, groups={}, replica_count=count, unanswered=[])
     except errors.BadRequest:
         return
-    assert found.log.last_session == 4
-    assert found.log.last_synced_id >= acknowledged
+    assert chosen.log.last_session == 4
+    assert chosen.log.last_synced_id >= acknowledged
 
 
 @given(
@@ -130,10 +130,10 @@ def test_the_chosen_log_has_all_quorum_records_despite_lost_replicas(cluster, da
     lost = data.draw(st.sets(st.integers(0, count - 1), max_size=quorum - 1))
     logs = {f"r{n}": log(4, last) for n, last in enumerate(last_ids) if n not in lost}
     logs["leftover"] = log(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, acknowledged)))
-    found = choose_log(
+    chosen = choose_log(
         0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in lost]
     )
-    assert found.log.last_synced_id >= acknowledged
+    assert chosen.log.last_synced_id >= acknowledged
 
 
 def test_the_rebuilt_metadata_names_one_replica():

@@ -40,11 +40,11 @@ def plan(wanted, joining=""):
 
 def step(now, wanted, joining=""):
     """Return the replicas after the next step, why it waits, or None."""
-    found = replica_steps.next_step(0, now, plan(wanted, joining))
-    if isinstance(found, ReplicaStep):
-        assert set(found.before) == set(now.assigned)
-        return "".join(sorted(found.after))
-    return found.reason if isinstance(found, PostponedStep) else None
+    next_replicas = replica_steps.next_step(0, now, plan(wanted, joining))
+    if isinstance(next_replicas, ReplicaStep):
+        assert set(next_replicas.before) == set(now.assigned)
+        return "".join(sorted(next_replicas.after))
+    return next_replicas.reason if isinstance(next_replicas, PostponedStep) else None
 
 
 # --- single steps
@@ -69,7 +69,7 @@ def test_a_step_waits_for_an_open_session():
 
 
 def test_an_absent_storage_is_replaced_directly_and_removed_first():
-    """Otherwise three of four replicas must be in sync, and appends wait for the copy."""
+    """With four replicas, three would have to be in sync, and appends would wait for the copy."""
     assert step(partition_state("ABC", "AB"), "ABD", "D") == "ABD"
     assert step(partition_state("ABCDE", "ABCD"), "ABC") == "ABCD"
 
@@ -185,23 +185,23 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(plan_case):
     for absent in [*unavailable, *[""] * 60]:
         alive = set(NAMES) - {absent}
         owner.restarts(alive)
-        found = replica_steps.next_step(0, owner.now(), plan)
-        if found is None and not absent:
+        next_replicas = replica_steps.next_step(0, owner.now(), plan)
+        if next_replicas is None and not absent:
             break
-        if not isinstance(found, ReplicaStep):
+        if not isinstance(next_replicas, ReplicaStep):
             continue
         steps += 1
-        added = [each for each in found.after if each not in found.before]
-        removed = [each for each in found.before if each not in found.after]
+        added = [each for each in next_replicas.after if each not in next_replicas.before]
+        removed = [each for each in next_replicas.before if each not in next_replicas.after]
         assert len(added) <= 1 >= len(removed)
-        after = replica_steps.apply_steps([found], assigned)
+        after = replica_steps.apply_steps([next_replicas], assigned)
         check_replica_change(assigned, after, 1)
-        in_sync = owner.in_sync & set(found.after)
-        if len(found.before) > 1 or removed:
-            assert len(in_sync) >= len(found.after) // 2 + 1
+        in_sync = owner.in_sync & set(next_replicas.after)
+        if len(next_replicas.before) > 1 or removed:
+            assert len(in_sync) >= len(next_replicas.after) // 2 + 1
         if removed and not added:
             assert set(plan.added_replicas[0]) <= owner.in_sync
-        assigned, owner.assigned = after, found.after
+        assigned, owner.assigned = after, next_replicas.after
     assert set(owner.assigned) == set(wanted)
     for _ in NAMES:  # A former replica may have been unavailable until now.
         owner.restarts(set(NAMES))
@@ -227,8 +227,8 @@ def test_the_replicas_of_a_storage_move_to_groups_without_one():
 
 def test_an_interrupted_removal_of_a_storage_continues():
     now = {0: ("A", "B", "C", "D"), 1: ("B", "C", "D"), 2: ("A", "B", "C")}
-    found = replica_steps.placement_without_storage(now, GROUPS, "A")
-    assert found == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
+    placement = replica_steps.placement_without_storage(now, GROUPS, "A")
+    assert placement == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
 
 
 def test_a_storage_takes_over_the_replicas_of_another_storage():
@@ -269,7 +269,7 @@ def test_a_restored_storage_is_added_where_replicas_are_missing():
 @st.composite
 def placements(draw):
     storages = draw(st.integers(1, 6))
-    groups = {NAMES[each]: draw(st.integers(0, 3)) for each in range(storages)}
+    groups = {NAMES[number]: draw(st.integers(0, 3)) for number in range(storages)}
     replicas = st.lists(st.sampled_from(sorted(groups)), unique=True, max_size=storages)
     placement = draw(st.lists(replicas, min_size=1, max_size=12))
     return groups, {number: tuple(names) for number, names in enumerate(placement)}
@@ -298,7 +298,7 @@ def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_
     groups = {f"{name}{number}": name for name in "XYZ" for number in range(members)}
     now = dict.fromkeys(range(partition_count), ("X0", "Y0", "Z0"))
     wanted = replica_steps.spread_replicas(now, groups)
-    loads = [sum(each in names for names in wanted.values()) for each in groups]
+    loads = [sum(group in names for names in wanted.values()) for group in groups]
     assert max(loads) - min(loads) <= 1
     assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
 

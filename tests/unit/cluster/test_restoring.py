@@ -97,10 +97,10 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)
     coordinator = await restore_cluster(backup, {0: ARCHIVED_END._replace(last=2), 1: None})
-    found = await coordinator.writes.read_all()
-    assert found["monday"].state == WriteState({0: 2}, 1_000)
-    assert found["monday"].tasks == BACKUP.writes["monday"].tasks
-    assert found["removing"].state == WriteState({0: 2}, 0, {})
+    stored = await coordinator.writes.read_all()
+    assert stored["monday"].state == WriteState({0: 2}, 1_000)
+    assert stored["monday"].tasks == BACKUP.writes["monday"].tasks
+    assert stored["removing"].state == WriteState({0: 2}, 0, {})
 
 
 def test_a_cluster_restored_with_its_old_key_is_not_listed_as_a_source():
@@ -112,7 +112,9 @@ def test_a_cluster_restored_with_its_old_key_is_not_listed_as_a_source():
 def test_the_data_of_the_root_is_written_last_and_requests_are_limited(task_count):
     task = TaskState(5, 2, tuple(f"run-{number:030}" for number in range(100)))
     writes = {"w": WriteWithTasks(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
-    partitions = tuple(PartitionBackup(7, 60, 3, manifest_of(partition=each)) for each in range(2))
+    partitions = tuple(
+        PartitionBackup(7, 60, 3, manifest_of(partition=partition)) for partition in range(2)
+    )
     backup = replace(BACKUP, writes=writes, partitions=partitions)
     cluster = restored_cluster(
         backup, NEW_KEY.bytes, {0: ARCHIVED_END, 1: ARCHIVED_END}, CLOCK_ID, CLIENT_KEY

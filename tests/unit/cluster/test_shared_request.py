@@ -38,7 +38,7 @@ async def test_a_request_that_arrives_during_a_query_starts_another_query():
         query.may_answer.release()
         await first
         await _turns()
-        assert not any(each.done() for each in late_callers)
+        assert not any(late_caller.done() for late_caller in late_callers)
         assert query.query_count == 2
         query.may_answer.release()
 

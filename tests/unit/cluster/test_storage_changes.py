@@ -253,7 +253,7 @@ async def test_a_plan_is_carried_out_step_by_step(cluster):
         (),
         (),
     )
-    assert [str(each) for each in progress[0].steps] == [
+    assert [str(step) for step in progress[0].steps] == [
         f"partition 0: +{D}",
         f"partition 1: -{C}",
     ]

@@ -40,14 +40,16 @@ async def test_clusters_are_found_only_below_the_given_path(scenario):
     await scenario.session.write([CreateNode("/a/other", b"no cluster")])
 
     async def roots(below):
-        return [each.root for each in await tree.find_clusters(scenario.session, below)]
+        return [
+            find_cluster.root for find_cluster in await tree.find_clusters(scenario.session, below)
+        ]
 
     assert await roots("/") == ["/a/one", "/a/two", "/b"]
     assert await roots("/a") == ["/a/one", "/a/two"]
     assert await roots("/b") == ["/b"]
     assert await roots("/a/other") == await roots("/none") == []
-    (found,) = await tree.find_clusters(scenario.session, "/b")
-    assert (found.params.name, found.params.partition_count) == ("b", 3)
+    (cluster,) = await tree.find_clusters(scenario.session, "/b")
+    assert (cluster.params.name, cluster.params.partition_count) == ("b", 3)
 
 
 @run_on_virtual_loop

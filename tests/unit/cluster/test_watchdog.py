@@ -6,7 +6,7 @@ TIMEOUT_MS = 3_000
 
 
 def queries_until_expiry(watchdog: Watchdog, first_ms: int, last_ms: int) -> list[int]:
-    """Query the watchdog as kazoo's thread does, and return the times at which it objects."""
+    """Query the watchdog like kazoo's thread; return the times at which the session may expire."""
     times = range(first_ms, last_ms + 1, TIMEOUT_MS // 3)
     return [now_ms for now_ms in times if not watchdog.may_keep_session(now_ms)]
 
@@ -29,7 +29,7 @@ def test_a_hanging_loop_loses_the_session_after_a_timeout_and_may_return():
 def test_a_stopped_process_may_keep_its_session():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     assert watchdog.may_keep_session(1_000)
-    # Stopped from 1,000 to 60,000, and kazoo's thread runs before the loop does.
+    # The process is stopped from 1,000 to 60,000, and kazoo's thread runs before the loop.
     assert watchdog.may_keep_session(60_000)
     watchdog.beat(60_001)
     assert watchdog.may_keep_session(61_000)

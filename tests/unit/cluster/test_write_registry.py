@@ -30,7 +30,7 @@ def test_scenario(check_scenario):
 
 @run_on_virtual_loop
 async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
-    """The ZooKeeper server of the session may lag: its state is current only after a sync."""
+    """The session's ZooKeeper server may lag, so the state is current only after a sync."""
     _, session, coordinator = await with_cluster()
     writes, calls = coordinator.writes, []
     await writes.begin("w", MARKS, 5)
@@ -68,7 +68,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
 def restart_before_next_write(session, monkeypatch, other, principal=None):
     """Let another process remove the write "w" and begin it again, before the session's next write.
 
-    Its nodes then have the versions of the earlier ones.
+    The new nodes have the same versions as the earlier nodes.
     """
     original_write, coordinator = session.write, other
     registry = other.writes.for_principal(principal) if principal else other.writes
@@ -85,7 +85,7 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
 
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
-    """Otherwise the rows of the new write would count as committed."""
+    """If it did, the rows of the new write would be regarded as committed."""
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
@@ -132,7 +132,7 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
 
 @run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
-    """Otherwise both would use one ID, and the other's next attempt would not find its rows."""
+    """If it did, both would use one ID, and the other's next attempt would not find its rows."""
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     own_writes = coordinator.writes.for_principal("mine")
@@ -147,7 +147,7 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
 @run_on_virtual_loop
 async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
-    """Its tasks would get other client IDs, and append their rows once more."""
+    """After a removal, its tasks would get other client IDs, and append their rows once more."""
     world, paused_session, other_coordinator = await with_cluster()
     coordinator = Coordinator(await world.znodes(), ROOT)
     other, remaining_writes = coordinator.writes, [writes_before]
@@ -174,7 +174,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
 
 @run_on_virtual_loop
 async def test_a_write_ends_before_its_tasks_are_removed(monkeypatch):
-    """Otherwise a task that enters meanwhile would get a new client ID."""
+    """If tasks were removed first, a task that enters meanwhile would get a new client ID."""
     _, session, coordinator = await with_cluster()
     writes, removals = coordinator.writes, []
     await writes.begin("w", MARKS, 5)

@@ -44,29 +44,29 @@ def test_the_sample_file_is_a_valid_configuration(config_type, tmp_path):
 
 @pytest.mark.parametrize("config_type", CONFIG_TYPES_BY_KIND.values(), ids=CONFIG_TYPES_BY_KIND)
 def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
-    for each in fields(config_type):
-        assert each.metadata["doc"].endswith("."), each.name
-        if each.type is int:
-            minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
-            assert minimum <= each.default <= maximum, each.name
-            assert each.name.endswith((*UNITS, "port", "port_base", "group")), (
-                f"{each.name} does not end with its unit"
+    for field in fields(config_type):
+        assert field.metadata["doc"].endswith("."), field.name
+        if field.type is int:
+            minimum, maximum = field.metadata["minimum"], field.metadata["maximum"]
+            assert minimum <= field.default <= maximum, field.name
+            assert field.name.endswith((*UNITS, "port", "port_base", "group")), (
+                f"{field.name} does not end with its unit"
             )
 
 
 @pytest.mark.parametrize("config_type", CONFIG_TYPES_BY_KIND.values(), ids=CONFIG_TYPES_BY_KIND)
 def test_every_bound_of_a_setting_is_enforced(config_type):
     given = {
-        each.name: each.metadata["example"]
-        for each in fields(config_type)
-        if each.metadata["example"]
+        field.name: field.metadata["example"]
+        for field in fields(config_type)
+        if field.metadata["example"]
     }
-    for each in fields(config_type):
+    for field in fields(config_type):
         for bound, step in (("minimum", -1), ("maximum", 1)):
-            if each.metadata[bound] is not None:
-                value = each.metadata[bound] + step
-                with pytest.raises(BadConfig, match=f"{each.name}: expected"):
-                    config_type(**given, **{each.name: value})
+            if field.metadata[bound] is not None:
+                value = field.metadata[bound] + step
+                with pytest.raises(BadConfig, match=f"{field.name}: expected"):
+                    config_type(**given, **{field.name: value})
 
 
 def test_relations_between_settings_are_checked():
@@ -87,7 +87,7 @@ def test_relations_between_settings_are_checked():
 
 def test_one_transaction_of_the_greatest_size_fits_every_limit():
     whole = TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES
-    minimum = {each.name: each.metadata["minimum"] for each in fields(ServerConfig)}
+    minimum = {field.name: field.metadata["minimum"] for field in fields(ServerConfig)}
     assert minimum["batch_bytes_max"] > whole
     assert minimum["partition_queue_bytes_max"] > whole
     assert minimum["connection_in_flight_bytes_max"] > whole
@@ -99,7 +99,7 @@ def test_one_transaction_of_the_greatest_size_fits_every_limit():
         next(f for f in fields(StorageConfig) if f.name == "queue_bytes_max").metadata["minimum"]
         > FRAME_BYTES_MAX
     )
-    client = {each.name: each.metadata["minimum"] for each in fields(ClientConfig)}
+    client = {field.name: field.metadata["minimum"] for field in fields(ClientConfig)}
     assert client["in_flight_bytes_max"] > whole
 
 
@@ -146,7 +146,7 @@ def test_a_daemon_waits_for_zookeeper_longer_than_a_client():
         ServerConfig(connect=CONNECT),
         StorageConfig(connect=CONNECT, directory="there"),
     )
-    assert {each.zookeeper_connect_timeout_ms for each in daemons} == {60_000}
+    assert {daemon.zookeeper_connect_timeout_ms for daemon in daemons} == {60_000}
     assert ClientConfig(connect=CONNECT).zookeeper_connect_timeout_ms == 10_000
 
 

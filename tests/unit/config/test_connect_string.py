@@ -28,9 +28,9 @@ from waltz_core.errors import BadConfig
     ],
 )
 def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected):
-    found = parse_connect_string(text)
-    assert found == ConnectString(*expected)
-    assert parse_connect_string(str(found)) == found
+    parsed = parse_connect_string(text)
+    assert parsed == ConnectString(*expected)
+    assert parse_connect_string(str(parsed)) == parsed
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
 
 
 def test_the_connect_of_a_file_overrides_the_general_one(tmp_path):
-    """It is set in a shell for commands; a daemon started there must not join another cluster."""
+    """A shell may set WALTZ_CONNECT for commands; a daemon started there must not use it."""
     path = write(tmp_path, 'connect = "test"\nname = "n"\n')
     environment = {"WALTZ_CONNECT": "production"}
     assert load_config(ConnectedConfig, path=path, environment=environment).config.connect == "test"

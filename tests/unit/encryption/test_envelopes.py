@@ -37,7 +37,7 @@ def error_of(found: DecryptedPayload) -> str:
 def test_a_payload_is_encrypted_and_decrypted(payload: bytes) -> None:
     envelope = encryption().encrypt(payload, **FIELDS)
     assert len(envelope) == len(payload) + ENVELOPE_OVERHEAD_BYTES + 1
-    if len(payload) >= 4:  # a ciphertext has each single byte now and then
+    if len(payload) >= 4:  # shorter payloads occur in a ciphertext by chance
         assert payload not in envelope[4:]
     assert encryption().decrypt(envelope, **FIELDS) == DecryptedPayload(payload, None)
 
@@ -95,8 +95,8 @@ def test_an_invalid_key_id_is_never_sent_to_the_provider() -> None:
 
 def test_the_error_reports_a_replaced_key() -> None:
     envelope = encryption().encrypt(b"x", **FIELDS)
-    found = encryption({"a": bytes(32)}).decrypt(envelope, **FIELDS)
-    assert "the key was replaced" in error_of(found)
+    decrypted = encryption({"a": bytes(32)}).decrypt(envelope, **FIELDS)
+    assert "the key was replaced" in error_of(decrypted)
 
 
 def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
@@ -151,24 +151,24 @@ def test_each_row_of_a_column_has_its_key() -> None:
     assert sealed.type == pa.binary()
     assert sealed[0] != sealed[3]
     # The salt is drawn once for each key, and the row numbers differ.
-    heads = [each[4:22] for each in sealed.to_pylist()]
+    heads = [row[4:22] for row in sealed.to_pylist()]
     assert heads[0] == heads[2] == heads[3] != heads[1]
-    assert [each[22:26] for each in sealed.to_pylist()] == [
+    assert [row[22:26] for row in sealed.to_pylist()] == [
         number.to_bytes(4, "big") for number in (0, 0, 1, 2)
     ]
-    found = encryption({"a": KEYS["a"]}).decrypt_column(sealed, partition=3, headers=headers)
-    assert found.data.to_pylist() == [b"1", None, b"3", b"1"]
-    assert found.errors.to_pylist() == [None, "the key 'b' does not exist", None, None]
+    decrypted = encryption({"a": KEYS["a"]}).decrypt_column(sealed, partition=3, headers=headers)
+    assert decrypted.data.to_pylist() == [b"1", None, b"3", b"1"]
+    assert decrypted.errors.to_pylist() == [None, "the key 'b' does not exist", None, None]
 
 
 def test_a_column_may_have_plain_and_damaged_payloads() -> None:
     sealed = encryption().encrypt(b"x", **FIELDS)
     column = pa.array([b"plain", sealed, sealed[:-1], b"WZE\x01"], pa.binary())
-    found = encryption().decrypt_column(column.slice(1), partition=3, headers=[7] * 3)
-    assert found.data.to_pylist() == [b"x", None, None]
-    assert found.errors.is_null().to_pylist() == [True, False, False]
-    found = encryption().decrypt_column(column[:1], partition=3, headers=[7])
-    assert found.data.to_pylist() == [b"plain"]
+    decrypted = encryption().decrypt_column(column.slice(1), partition=3, headers=[7] * 3)
+    assert decrypted.data.to_pylist() == [b"x", None, None]
+    assert decrypted.errors.is_null().to_pylist() == [True, False, False]
+    decrypted = encryption().decrypt_column(column[:1], partition=3, headers=[7])
+    assert decrypted.data.to_pylist() == [b"plain"]
 
 
 def test_a_missing_or_invalid_key_of_a_column_is_an_error() -> None:
@@ -191,6 +191,6 @@ def test_salts_differ_after_a_fork() -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         envelopes += pool.map(encrypt_inherited, range(8), chunksize=1)
     envelopes.append(encrypt_inherited(0))
-    salts = [each[6:22] for each in envelopes]
+    salts = [envelope[6:22] for envelope in envelopes]
     assert len(set(salts)) == len(salts)
-    assert all(INHERITED.decrypt(each, **FIELDS).data == b"x" for each in envelopes)
+    assert all(INHERITED.decrypt(envelope, **FIELDS).data == b"x" for envelope in envelopes)

@@ -53,7 +53,7 @@ def test_keys_cannot_be_sent_to_another_process() -> None:
     cache = CountingProvider().cache()
     cache.find("a")
     with pytest.raises(errors.UsageError, match="encryption keys cannot be sent"):
-        copy.deepcopy(Encryption(cache))  # as pickle does
+        copy.deepcopy(Encryption(cache))  # `deepcopy` uses the interface of pickle
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +136,10 @@ def test_a_key_reference_is_a_directory_or_a_function(
         "def find(key_id): return {'a': bytes(32)}.get(key_id)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    found = key_cache_for("keys_of_a_test:find")
-    assert found.find("a") is not None
-    assert found.find("b") is None
-    assert key_cache_for("keys_of_a_test:find") is found
+    key_cache = key_cache_for("keys_of_a_test:find")
+    assert key_cache.find("a") is not None
+    assert key_cache.find("b") is None
+    assert key_cache_for("keys_of_a_test:find") is key_cache
     (tmp_path / "c").write_text(SECRET.hex())
     assert key_cache_for(str(tmp_path)).find("c") is not None
 

@@ -151,7 +151,7 @@ class GatewayWorld:
     def log(self, partition: int) -> list[bytes]:
         """Return the data of all transactions of a partition."""
         store = self.server.hosts[partition].store
-        return [each.data for each in store.log.transactions()]
+        return [transaction.data for transaction in store.log.transactions()]
 
     def transaction_count(self) -> int:
         """Return the number of transactions in all partitions."""

@@ -62,7 +62,7 @@ def test_the_gateway_chooses_a_partition_for_each_request_without_one():
         found = set()
         for _ in range(PARTITION_COUNT):
             answer = await client.append({"data": "a"}, {"data": "b"})
-            (partition,) = {each["partition"] for each in answer.body["outcomes"]}
+            (partition,) = {outcome["partition"] for outcome in answer.body["outcomes"]}
             found.add(partition)
         assert found == set(range(PARTITION_COUNT))
 
@@ -95,7 +95,11 @@ def test_a_mark_above_the_log_is_rejected(key):
         rows = [row("a"), row("x", write_locks=[SEAT], mark=7), row("b")]
         answer = await client.append(*rows, key=key)
         assert (answer.status, answer.body["type"]) == (409, "ClientAheadOfLog")
-        assert [each.get("transaction_id") for each in answer.body["outcomes"]] == [0, None, 1]
+        assert [outcome.get("transaction_id") for outcome in answer.body["outcomes"]] == [
+            0,
+            None,
+            1,
+        ]
         assert answer.body["outcomes"][1]["type"] == "ClientAheadOfLog"
         assert world.log(1) == [b"a", b"b"]
 
@@ -157,7 +161,12 @@ def test_a_repeated_request_gets_the_same_answer():
         ]
         first = await client.append(*rows, key="k")
         check_schema("Error", first.body)
-        assert [each.get("transaction_id") for each in first.body["outcomes"]] == [0, None, 1, 0]
+        assert [outcome.get("transaction_id") for outcome in first.body["outcomes"]] == [
+            0,
+            None,
+            1,
+            0,
+        ]
         assert first.body["outcomes"][1]["winner"] == 0
         async with world.gateway() as other, other.client() as second:
             assert (await second.append(*rows, key="k"))[::2] == first[::2]
@@ -170,7 +179,7 @@ def test_an_idempotency_key_determines_the_partition():
     async def scenario(_world, _gateway, client):
         answers = [await client.append({"data": "a"}, key="k") for _ in range(3)]
         assert answers[0].status == 200
-        assert {str(each.body) for each in answers} == {str(answers[0].body)}
+        assert {str(answer.body) for answer in answers} == {str(answers[0].body)}
 
     with_gateway(scenario)
 
@@ -198,7 +207,7 @@ def test_a_gateway_completes_the_request_of_another_gateway():
         assert "same Idempotency-Key" in first.body["hint"]
         async with world.gateway() as other, other.client() as second:
             answer = await second.append(*rows, key="k")
-        assert [each["transaction_id"] for each in answer.body["outcomes"]] == [0, 1, 2, 3, 4]
+        assert [outcome["transaction_id"] for outcome in answer.body["outcomes"]] == [0, 1, 2, 3, 4]
         assert len(world.log(1)) == 5
 
     with_gateway(scenario, request_timeout_ms=300)
@@ -244,7 +253,10 @@ def test_the_registry_keeps_the_outcomes_of_the_largest_request():
     async def scenario(_world, _gateway, client):
         rows = [row("", write_locks=[["a", 0]], mark=-1) for _ in range(256)]
         answer = await client.append(*rows, key="k")
-        assert [each.get("transaction_id") for each in answer.body["outcomes"][:2]] == [0, None]
+        assert [outcome.get("transaction_id") for outcome in answer.body["outcomes"][:2]] == [
+            0,
+            None,
+        ]
         assert (await client.append(*rows, key="k")).body == answer.body
 
     with_gateway(scenario)
@@ -281,7 +293,7 @@ def test_a_range_is_read_in_pieces():
             assert answer.body["high_water_mark"] == 7
             if not answer.body["transactions"]:
                 break
-            found += [each["transaction_id"] for each in answer.body["transactions"]]
+            found += [transaction["transaction_id"] for transaction in answer.body["transactions"]]
             assert answer.body["next"] > first
             first = answer.body["next"]
         assert found == list(range(7))
@@ -360,10 +372,10 @@ def test_a_feed_of_json_lines_has_past_and_new_transactions():
             await client.append(row("new"), row("newer"))
         events = [json.loads(each) for each in reading.result()]
         assert events[0] == {"mark": -1}
-        data = [base64.b64decode(each["data"]) for each in events[1:]]
+        data = [base64.b64decode(event["data"]) for event in events[1:]]
         assert data == [b"old", b"new", b"newer"]
-        for each in events[1:]:
-            check_schema("Transaction", each)
+        for event in events[1:]:
+            check_schema("Transaction", event)
 
     with_gateway(scenario)
 
@@ -376,8 +388,8 @@ def test_a_filtered_feed_sends_heartbeats_with_its_mark(monkeypatch):
         path = "/v1/partitions/1/feed?from=-1&header=3,4"
         while True:
             lines = await client.read_feed(path, 5, **LINES)
-            events = [json.loads(each) for each in lines]
-            found = [each["transaction_id"] for each in events if "transaction_id" in each]
+            events = [json.loads(line) for line in lines]
+            found = [event["transaction_id"] for event in events if "transaction_id" in event]
             assert set(found) <= {3, 4}
             if found == [3, 4] and events[-1] == {"mark": 8}:
                 break
@@ -428,7 +440,7 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
             while len(lines) < 60:
                 lines += (await anext(events)).splitlines()
             await events.aclose()
-        assert [json.loads(each)["transaction_id"] for each in lines] == list(range(60))
+        assert [json.loads(line)["transaction_id"] for line in lines] == list(range(60))
 
     with_gateway(scenario)
 

@@ -50,7 +50,11 @@ def request_with(body, *, key=""):
 def no_error_is_logged(caplog):
     """Check that the log has no error: a client could fill it."""
     yield
-    assert [each for each in caplog.get_records("call") if each.levelno >= logging.ERROR] == []
+    assert [
+        get_record
+        for get_record in caplog.get_records("call")
+        if get_record.levelno >= logging.ERROR
+    ] == []
 
 
 @pytest.mark.usefixtures("no_error_is_logged")
@@ -133,7 +137,7 @@ def test_a_disconnected_client_gets_its_outcome_by_idempotency_key():
         writer.write(request_with(body, key="k"))
         status, fields = await read_answer(reader)
         assert status == 200
-        assert [each["transaction_id"] for each in fields["outcomes"]] == [0, 1]
+        assert [outcome["transaction_id"] for outcome in fields["outcomes"]] == [0, 1]
         assert world.log(1) == [b"a", b"b"]
         writer.close()
 
@@ -162,7 +166,7 @@ def test_another_gateway_answers_after_a_crash_between_append_and_answer(monkeyp
             other = await client.append(row("a"), row("c"), key="k")
             assert (other.status, other.body["type"]) == (422, "IdempotencyKeyReused")
             answer = await client.append(row("a"), row("b"), key="k")
-            assert [each["transaction_id"] for each in answer.body["outcomes"]] == [0, 1]
+            assert [outcome["transaction_id"] for outcome in answer.body["outcomes"]] == [0, 1]
         assert world.log(1) == [b"a", b"b"]
 
     with_gateway(scenario)
@@ -183,13 +187,13 @@ def test_two_gateways_receive_an_idempotency_key_concurrently(texts):
                 group.create_task(append(gateway, text))
                 for gateway, text in zip((first, second), texts, strict=True)
             ]
-        answers = [each.result() for each in tasks]
+        answers = [task.result() for task in tasks]
         if texts[0] == texts[1]:
             assert [each.status for each in answers] == [200, 200]
             assert answers[0].body == answers[1].body
         else:
             assert sorted(each.status for each in answers) == [200, 422]
-        winner = next(each for each in range(2) if answers[each].status == 200)
+        winner = next(number for number in range(2) if answers[number].status == 200)
         assert world.log(1) == [texts[winner].encode()] * 2
 
     with_gateway(scenario)
@@ -279,7 +283,7 @@ def test_a_web_page_of_another_origin_cannot_append(named, status):
         assert answer.status == status
         assert world.transaction_count() == (status == 200)
         assert preflight.status == 405
-        assert not [each for each in preflight.headers if each.startswith("access-control")]
+        assert not [header for header in preflight.headers if header.startswith("access-control")]
 
     with_gateway(scenario)
 

@@ -13,8 +13,8 @@ def references(value):
             yield value["$ref"]
         value = list(value.values())
     if isinstance(value, list):
-        for each in value:
-            yield from references(each)
+        for item in value:
+            yield from references(item)
 
 
 def test_each_operation_is_described():
@@ -24,12 +24,14 @@ def test_each_operation_is_described():
         for path, methods in document["paths"].items()
         for method, details in methods.items()
     }
-    assert found == {(each.name, each.method, each.path) for each in openapi.OPERATIONS}
+    assert found == {
+        (operation.name, operation.method, operation.path) for operation in openapi.OPERATIONS
+    }
 
 
 def test_each_reference_is_resolved_and_each_schema_is_used():
     document = openapi.openapi_document()
-    names = {each.removeprefix("#/components/schemas/") for each in references(document)}
+    names = {reference.removeprefix("#/components/schemas/") for reference in references(document)}
     assert names == document["components"]["schemas"].keys()
 
 

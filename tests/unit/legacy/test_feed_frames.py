@@ -22,9 +22,11 @@ def test_bulk_encoding_equals_encoding_each_message(version: int, count: int) ->
         )
         for row in range(count)
     ]
-    headers = b"".join(each.req_id.to_bytes() + struct.pack(">i", each.header) for each in messages)
+    headers = b"".join(
+        message.req_id.to_bytes() + struct.pack(">i", message.header) for message in messages
+    )
     frames = feed_frames(first, memoryview(headers), version)
-    assert frames == b"".join(b"".join(codec.encode(each, version)) for each in messages)
+    assert frames == b"".join(b"".join(codec.encode(message, version)) for message in messages)
     assert len(frames) == count * FEED_FRAME_BYTES
 
 

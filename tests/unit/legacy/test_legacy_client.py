@@ -132,9 +132,7 @@ def test_errors_that_end_a_connection_in_0_13_end_it(error: errors.WaltzError) -
 
 def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
     for request in (
-        messages.MountRequest(
-            req(1), -2, 0
-        ),  # has a meaning for this version, and none for a 0.13 client
+        messages.MountRequest(req(1), -2, 0),  # not valid for a 0.13 client
         messages.AddPreferredRequest(req(0), ()),
         messages.RemovePreferredRequest(req(0), ()),
     ):
@@ -155,7 +153,7 @@ def test_only_the_feed_reports_commits() -> None:
     assert isinstance(
         translate(mounted_adapter(), result(2, RowOutcomeCode.TOO_LARGE)), InexpressibleError
     )
-    # A lock names the transaction that the client has to reach.
+    # A lock failure contains the ID that the client must reach before it retries.
     failure = translate(mounted_adapter(), result(2, RowOutcomeCode.LOCK, conflict=7))
     assert failure == messages.LockFailure(req(2), 7)
 
@@ -299,7 +297,7 @@ def test_a_range_of_the_feed_becomes_frames(version: int) -> None:
     )
 
 
-def test_other_answers_are_reported_as_they_are() -> None:
+def test_other_answers_are_reported_unchanged() -> None:
     for answer in (
         messages.FeedSuspended(req(1)),
         messages.FlushResponse(req(2), 5),
@@ -329,7 +327,7 @@ def requests_of(version: int) -> list[ClientMessage]:
         messages.AddPreferredRequest(req(0), (1,)),
         messages.RemovePreferredRequest(req(0), (1,)),
     ]
-    return [each for each in requests if each.since <= version]
+    return [request for request in requests if request.since <= version]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -342,12 +340,12 @@ def test_every_answer_is_encodable_in_the_protocol_version_of_the_client(version
             responses.append(translate_error(mounted_adapter(version), request, error))
             responses.append(translate_error(LegacyClientAdapter(version), request, error))
     assert len(all_errors()) > 30
-    for each in responses:
-        assert not isinstance(each, messages.ErrorResponse)
-        if isinstance(each, ClientMessage):
-            assert codec.encode(each, version)
+    for response in responses:
+        assert not isinstance(response, messages.ErrorResponse)
+        if isinstance(response, ClientMessage):
+            assert codec.encode(response, version)
         else:
-            assert each is None or isinstance(each, EndConnection | InexpressibleError)
+            assert response is None or isinstance(response, EndConnection | InexpressibleError)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

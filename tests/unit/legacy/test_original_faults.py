@@ -31,7 +31,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 
 @pytest.fixture(autouse=True)
 def short_flush_delay(monkeypatch):
-    """Request a flush soon; a 0.13 client would wait for five seconds."""
+    """Send flushes after a short delay; a 0.13 client would wait for five seconds."""
     monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 100)
 
 
@@ -53,7 +53,7 @@ def payloads_in_log(cluster):
 async def results_of(futures):
     """Return each outcome: an ID, or the error."""
     await asyncio.wait(futures)
-    return [each.exception() or each.result() for each in futures]
+    return [future.exception() or future.result() for future in futures]
 
 
 async def append_all(client, count, **named):
@@ -61,7 +61,7 @@ async def append_all(client, count, **named):
 
 
 async def stop_answers(cluster):
-    """Have the storages answer nothing."""
+    """Let the storages not answer."""
     await asyncio.to_thread(cluster.call, cluster.partition(0).may_commit.clear)
 
 
@@ -82,9 +82,9 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
         await on_server(cluster, lambda: cluster.partition(0).break_session(kept))
         await on_server(cluster, cluster.partition(0).may_commit.set)
         ids = await results_of(futures)
-    found = payloads_in_log(cluster)
-    assert sorted(found) == [b"%d" % i for i in range(7)]
-    assert [found[each] for each in ids] == [b"%d" % i for i in range(7)]
+    payloads = payloads_in_log(cluster)
+    assert sorted(payloads) == [b"%d" % i for i in range(7)]
+    assert [payloads[transaction_id] for transaction_id in ids] == [b"%d" % i for i in range(7)]
 
 
 @run_on_loop
@@ -103,7 +103,7 @@ async def test_a_former_owner_decides_no_outcome(cluster):
         # The old owner abandons appends in flight, and answers flushes and mounts.
         await on_server(cluster, lambda: before.break_session(0))
         await poll_until(lambda: cluster.servers[0].answered.count(8) > 3)
-        assert not any(each.done() for each in futures)
+        assert not any(future.done() for future in futures)
         directory.stale_owners = None
         assert await results_of(futures) == [0, 1]
     assert payloads_in_log(cluster) == [b"0", b"1"]
@@ -160,7 +160,7 @@ async def test_uncommitted_records_are_never_requested(cluster):
     cluster.fill(0, 10, b"data")
     async with client_of(cluster) as client:
         chunks = client.read_range(0, 5, 20)
-        assert [each.data for each in (await anext(chunks)).rows()] == [b"data"] * 5
+        assert [row.data for row in (await anext(chunks)).rows()] == [b"data"] * 5
         with pytest.raises(errors.DataLoss):
             await anext(chunks)
     assert not cluster.partition(0).poisoned
@@ -183,8 +183,8 @@ class RecordingCallbacks(AsyncCallbacks):
             self.is_over.set()
 
 
-# The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
-# 7).
+# The feed contains the first transaction, and a fetched range of headers the second
+# (partition_stream.py, invariant 7).
 @run_on_loop
 @pytest.mark.parametrize("behind", [1_000, 3_000])
 async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypatch, cluster):
@@ -252,7 +252,7 @@ async def test_after_a_silent_replacement_the_client_mounts_on_a_new_connection(
         assert await (await client.append(b"dropped at first", partition=0)) == 0
 
 
-# --- everything at once
+# --- all faults together
 
 
 def inject_fault(cluster, chance):
@@ -305,12 +305,12 @@ async def test_no_wrong_outcome_is_reported_under_faults(seed, cluster):
             for name in range(writers):
                 writing.create_task(write(cluster, name, rounds, outcomes))
         fault_task.cancel()
-    found = payloads_in_log(cluster)
-    assert len(set(found)) == len(found)
+    payloads = payloads_in_log(cluster)
+    assert len(set(payloads)) == len(payloads)
     assert len(outcomes) == rounds * writers * 12
     for data, outcome in outcomes.items():
         if isinstance(outcome, int):
-            assert found[outcome] == data
+            assert payloads[outcome] == data
         elif not isinstance(outcome, errors.OutcomeUnknown):
-            assert data not in found
+            assert data not in payloads
     assert sum(isinstance(each, int) for each in outcomes.values()) > rounds

@@ -24,7 +24,10 @@ def mount_id(partition):
 
 def messages_sent_by(effects):
     return [
-        message for each in effects if isinstance(each, SendToServer) for message in each.messages
+        message
+        for effect in effects
+        if isinstance(effect, SendToServer)
+        for message in effect.messages
     ]
 
 
@@ -44,7 +47,7 @@ def test_mounts_share_a_sequence_and_answers_are_routed_by_partition():
         for each in link.step(ReceivedFromLegacyServer(ready), 0)
         if isinstance(each, CheckOwnership)
     ]
-    assert [each.partition_id for each in proofs] == [1]
+    assert [proof.partition_id for proof in proofs] == [1]
     (received,) = link.step(OwnershipChecked(1, proofs[0].number, is_owner=True), 0)
     assert isinstance(received, SendToStream)
     assert isinstance(received.message, m.Mounted)

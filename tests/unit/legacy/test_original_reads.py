@@ -40,28 +40,28 @@ def small_answers(monkeypatch):
 
 
 def cached_feed_count(client):
-    return sum(len(each) for each in client.requests._legacy_reads._feeds.values())
+    return sum(len(feed) for feed in client.requests._legacy_reads._feeds.values())
 
 
 async def data_of(chunks):
-    return [each.data async for chunk in chunks for each in chunk.rows()]
+    return [row.data async for chunk in chunks for row in chunk.rows()]
 
 
 @run_on_loop
 async def test_a_range_is_complete_and_leaves_no_open_feed(cluster):
     async with client_of(cluster) as client:
-        found = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
-        assert [each.data for chunk in found for each in chunk.rows()] == [
+        chunks = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
+        assert [row.data for chunk in chunks for row in chunk.rows()] == [
             b"%d" % i for i in range(10, COUNT)
         ]
-        assert all(chunk.lineage == () and chunk.stamps == [] for chunk in found)
+        assert all(chunk.lineage == () and chunk.stamps == [] for chunk in chunks)
         heads = [
             np.frombuffer(chunk.records, HEADER_DTYPE)
             async for chunk in client.read_range(0, 0, COUNT - 1, form=RangeForm.HEADERS)
         ]
         assert np.concatenate(heads)["req_id"]["sequence"].tolist() == list(range(1, COUNT + 1))
         assert cached_feed_count(client) == 0
-        assert cluster.last_client_id == 1  # one reader at a time needs one
+        assert cluster.last_client_id == 1  # successive reads share one client ID
 
 
 @run_on_loop
@@ -127,7 +127,7 @@ async def test_a_disconnected_feed_is_restarted(cluster):
     async with client_of(cluster) as client:
         found = []
         async for chunk in client.read_range(0, 0, COUNT - 1):
-            found += [each.data for each in chunk.rows()]
+            found += [row.data for row in chunk.rows()]
             if len(found) < 600:
                 await asyncio.to_thread(cluster.call, cluster.servers[0].cut)
         assert found == [b"%d" % i for i in range(COUNT)]
@@ -151,5 +151,5 @@ async def test_an_unreadable_range_is_reported_at_the_timeout(cluster):
     cluster.partition(0).poisoned.add(7)
     await error_of_read(cluster, "TransactionNotFoundException")
     await asyncio.to_thread(cluster.call, lambda: cluster.servers[0].release_ownership(0))
-    found = await error_of_read(cluster, "is not ready for partition 0")
-    assert isinstance(found, errors.NotOwned)
+    error = await error_of_read(cluster, "is not ready for partition 0")
+    assert isinstance(error, errors.NotOwned)

@@ -49,16 +49,16 @@ class PartitionWorld:
         self.end_reason = None
 
     def perform(self, effects):
-        for each in effects:
-            match each:
+        for effect in effects:
+            match effect:
                 case SendToServer():
-                    self.sent += each.messages
+                    self.sent += effect.messages
                 case SendToStream():
-                    self.translated.append(each.message)
+                    self.translated.append(effect.message)
                 case CheckOwnership():
-                    self.proofs.append(each.number)
+                    self.proofs.append(effect.number)
                 case CloseLink():
-                    self.end_reason = each.reason
+                    self.end_reason = effect.reason
 
     def send(self, message):
         self.sent.clear()
@@ -104,7 +104,7 @@ def outcomes(result):
     ids = list(struct.unpack(f">{count}q", result.transaction_ids))
     return (
         ids,
-        [RowOutcomeCode(each) for each in result.reasons],
+        [RowOutcomeCode(reason) for reason in result.reasons],
         list(struct.unpack(f">{count}q", result.conflicting)),
     )
 
@@ -116,7 +116,7 @@ def world():
 
 @pytest.fixture
 def mounted_world(world):
-    assert [type(each) for each in world.mount()] == [m.Mounted]
+    assert [type(effect) for effect in world.mount()] == [m.Mounted]
     return world
 
 
@@ -128,14 +128,14 @@ def test_a_mount_waits_for_mark_mount_flush_and_zookeeper(world):
         m.HighWaterMarkRequest(MOUNT)
     ]
     assert world.receive(m.HighWaterMarkResponse(MOUNT, 9)) == []
-    assert world.sent == [m.MountRequest(MOUNT, 9, 40)]  # the connection's sequence, not ours
+    assert world.sent == [m.MountRequest(MOUNT, 9, 40)]  # the sequence number of the connection
     assert world.receive(m.FeedData(other_req_id(1), 10, 0), m.MountResponse(MOUNT, 0)) == []
     assert world.sent == [m.FeedRequest(MOUNT, 10), m.FlushRequest(MOUNT)]
     assert world.receive(m.FlushResponse(MOUNT, 11)) == []
     assert not world.proofs  # the feed has not reached the flush's mark
     assert world.receive(feed_event(11, other_req_id(2))) == []
     translated = world.prove()
-    assert [type(each) for each in translated] == [m.Mounted]
+    assert [type(message) for message in translated] == [m.Mounted]
     assert translated[0].high_water_mark == 11
 
 
@@ -150,7 +150,7 @@ def test_a_mount_with_a_feed_delivers_the_feed_before_the_answer(world):
         feed_event(9, other_req_id(2), 6),
         m.MountResponse(MOUNT, 0),
     )
-    assert [(each.first, each.count) for each in translated] == [(8, 2)]
+    assert [(message.first, message.count) for message in translated] == [(8, 2)]
     assert bytes(translated[0].headers) == struct.pack(
         ">10i", *other_req_id(1), 5, *other_req_id(2), 6
     )
@@ -178,9 +178,9 @@ def test_a_mount_with_a_feed_delivers_the_feed_before_the_answer(world):
 )
 def test_a_mount_that_fails_is_reported_with_its_reason(world, after, answers, error):
     world.send(m.MountWriter(MOUNT, 3, after, wants_feed=after >= 0))
-    for each in answers:
-        translated = world.receive(each)
-    assert [(type(each), each.req_id, each.error_code) for each in translated] == [
+    for answer in answers:
+        translated = world.receive(answer)
+    assert [(type(message), message.req_id, message.error_code) for message in translated] == [
         (m.ErrorResponse, MOUNT, error.code)
     ]
 
@@ -190,7 +190,7 @@ def test_a_mount_at_a_former_owner_is_not_trusted(world):
     world.receive(m.HighWaterMarkResponse(MOUNT, 9))
     world.receive(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9))
     translated = world.prove(is_owner=False)
-    assert [each.error_code for each in translated] == [errors.NotOwned.code]
+    assert [message.error_code for message in translated] == [errors.NotOwned.code]
 
 
 def test_a_server_that_does_not_report_its_mark_is_queried_again(world):
@@ -208,7 +208,7 @@ def test_a_server_that_does_not_report_its_mark_is_queried_again(world):
 def test_a_connection_with_an_unanswered_mount_is_closed(world):
     world.send(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     world.send(m.MountWriter(own_req_id(-2), 4, LATEST_MARK, wants_feed=False))
-    assert world.end_reason is None  # only the mark was not answered: it may not be the owner yet
+    assert world.end_reason is None  # without a mark, the server may not be the owner yet
     world.receive(m.HighWaterMarkResponse(own_req_id(-2), 9))
     world.send(m.MountWriter(own_req_id(-3), 5, LATEST_MARK, wants_feed=False))
     assert "did not answer" in world.end_reason
@@ -259,7 +259,7 @@ def test_a_batch_is_validated_row_by_row_and_answered_once(mounted_world):
 
 def test_a_batch_that_cannot_be_decoded_is_rejected_as_by_a_current_server(mounted_world):
     assert mounted_world.send(m.AppendBatch(own_req_id(4), 9, b"no batch", 0)) == []
-    assert [(each.req_id, each.error_code) for each in mounted_world.translated[-1:]] == [
+    assert [(message.req_id, message.error_code) for message in mounted_world.translated[-1:]] == [
         (own_req_id(4), errors.BadRequest.code)
     ]
     assert mounted_world.send(append(5, 9)) == [append(5, 9)]
@@ -271,9 +271,9 @@ def test_a_committed_append_proves_earlier_missing_appends_lost(mounted_world):
     one, two = mounted_world.receive(feed_event(10, own_req_id(2)))
     assert (one.req_id, outcomes(one)[1]) == (own_req_id(1), [RowOutcomeCode.LOST])
     assert (two.req_id, outcomes(two)[0]) == (own_req_id(2), [10])
-    assert [outcomes(each)[0] for each in mounted_world.receive(feed_event(11, own_req_id(3)))] == [
-        [11]
-    ]
+    assert [
+        outcomes(effect)[0] for effect in mounted_world.receive(feed_event(11, own_req_id(3)))
+    ] == [[11]]
 
 
 def test_a_lock_failure_waits_until_the_feed_has_caught_up(mounted_world):
@@ -314,14 +314,14 @@ def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted_world):
     assert not mounted_world.proofs
     mounted_world.receive(feed_event(10, other_req_id(1)))
     translated = mounted_world.prove()
-    assert [(each.req_id, outcomes(each)[1]) for each in translated] == [
+    assert [(message.req_id, outcomes(message)[1]) for message in translated] == [
         (own_req_id(1), [RowOutcomeCode.NOT_MOUNTED]),
         (own_req_id(2), [RowOutcomeCode.NOT_MOUNTED]),
     ]
     # The third append arrived after the flush, so the flush does not cover it.
-    assert [outcomes(each)[0] for each in mounted_world.receive(feed_event(11, own_req_id(3)))] == [
-        [11]
-    ]
+    assert [
+        outcomes(effect)[0] for effect in mounted_world.receive(feed_event(11, own_req_id(3)))
+    ] == [[11]]
 
 
 def test_an_append_may_appear_in_the_log_after_a_flush(mounted_world):
@@ -418,7 +418,7 @@ def test_the_feed_is_granted_as_far_as_the_stream_requests(world):
     assert world.sent == []
     assert world.send(m.FeedRequest(MOUNT, 9)) == [m.FeedRequest(MOUNT, 9)]
     translated = world.receive(feed_event(10, other_req_id(1)), m.FeedSuspended(MOUNT))
-    assert [type(each) for each in translated] == [m.FeedBatch, m.FeedSuspended]
+    assert [type(message) for message in translated] == [m.FeedBatch, m.FeedSuspended]
     assert world.sent == []
     # Appends in flight need the feed, even if the stream has not requested it.
     assert world.send(append(1)) == [append(1), m.FeedRequest(MOUNT, 10)]
@@ -440,7 +440,7 @@ def test_a_transaction_after_a_gap_in_the_feed_is_ignored(world):
     world.mount(9, wants_feed=True, after=8)
     assert world.receive(feed_event(11, other_req_id(1))) == []
     assert [
-        (each.first, each.count) for each in world.receive(feed_event(10, other_req_id(1)))
+        (effect.first, effect.count) for effect in world.receive(feed_event(10, other_req_id(1)))
     ] == [(10, 1)]
 
 
@@ -470,7 +470,9 @@ def test_missing_headers_are_an_error(mounted_world, state):
     translated = mounted_world.receive(
         feed_event(4, other_req_id(4)), m.MountResponse(own_req_id(-5), state)
     )
-    assert [(type(each), each.req_id) for each in translated] == [(m.ErrorResponse, own_req_id(-5))]
+    assert [(type(message), message.req_id) for message in translated] == [
+        (m.ErrorResponse, own_req_id(-5))
+    ]
     assert mounted_world.send(append(1)) == []
 
 

@@ -59,8 +59,8 @@ def test_a_rebuilt_index_equals_the_index_of_the_storage(disk, damage):
 
 def test_a_correct_index_is_unchanged(disk):
     before = disk.step_count
-    found = repair_index(disk, SEGMENT, dry_run=False)
-    assert (found.is_valid, found.entries, found.old_entries) == (True, 13, 13)
+    repair = repair_index(disk, SEGMENT, dry_run=False)
+    assert (repair.is_valid, repair.entries, repair.old_entries) == (True, 13, 13)
     assert disk.step_count == before
 
 
@@ -104,9 +104,9 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     start, size = lost
     disk.overwrite(SEGMENT, start, bytes(size))
     disk.flip_bits(INDEX, 128 + 8 * wrong_entry + 7)
-    found = repair_index(disk, SEGMENT, dry_run=False)
-    assert (found.entries, found.difference_count) == (13, 1)
-    assert found.kept_count > 1
+    repair = repair_index(disk, SEGMENT, dry_run=False)
+    assert (repair.entries, repair.difference_count) == (13, 1)
+    assert repair.kept_count > 1
     assert disk.visible_content(INDEX) == good
 
 
@@ -117,9 +117,10 @@ def test_impossible_entries_are_replaced_by_the_start_of_the_damage(disk):
     disk.remove(INDEX)
     assert repair_index(disk, SEGMENT, dry_run=False).kept_count == kept
     rebuilt = [
-        int.from_bytes(disk.visible_content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)
+        int.from_bytes(disk.visible_content(INDEX)[offset : offset + 8], "big")
+        for offset in range(128, 232, 8)
     ]
-    old = [int.from_bytes(good[at : at + 8], "big") for at in range(128, 232, 8)]
+    old = [int.from_bytes(good[offset : offset + 8], "big") for offset in range(128, 232, 8)]
     differ = [position for position in range(13) if rebuilt[position] != old[position]]
     assert len(differ) == kept - 1
     assert {rebuilt[position] for position in differ} == {old[differ[0] - 1]}

@@ -27,7 +27,9 @@ class CountingFile:
 
 def sample_records(count, first=0, seed=1):
     rng = Random(seed)
-    return [encode_record(first + one, rng.randbytes(rng.randint(0, 90))) for one in range(count)]
+    return [
+        encode_record(first + number, rng.randbytes(rng.randint(0, 90))) for number in range(count)
+    ]
 
 
 def ids(parts):

@@ -37,10 +37,10 @@ def test_unreadable_records_are_counted_in_bytes(tmp_path):
     overwrite_bytes(path, start, bytes(len(world.records[3])))
     flip_byte(segment_files(directory, ".chn")[0], 70)
     segment_files(directory, ".idx")[0].unlink()
-    found = statistic_of(path)
-    assert (found.records, found.unreadable_bytes) == (10, len(world.records[3]))
-    assert (found.batches, found.invalid_batches) == (2, 1)
-    assert found.index_density is None
+    statistic = statistic_of(path)
+    assert (statistic.records, statistic.unreadable_bytes) == (10, len(world.records[3]))
+    assert (statistic.batches, statistic.invalid_batches) == (2, 1)
+    assert statistic.index_density is None
 
 
 @pytest.mark.parametrize("percent", [1, 50, 90, 99, 100])

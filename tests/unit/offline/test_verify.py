@@ -57,7 +57,9 @@ def test_checked_files_and_records_are_counted(storage):
     log = verify_directory(storage).logs[PARTITION]
     assert (log.segment_count, log.record_count, log.last) == (3, 36, 35)
     assert (log.checksum_count, log.batch_count, log.unchecked_batch_count) == (72, 7, 0)
-    assert log.bytes_read == sum(one.stat().st_size for one in segment_files(storage))
+    assert log.bytes_read == sum(
+        segment_file.stat().st_size for segment_file in segment_files(storage)
+    )
 
 
 RECORDS = {
@@ -265,7 +267,7 @@ def test_the_chain_detects_records_of_another_history(tmp_path, storage):
 def write_slot(storage, **changes):
     """Change fields of the current slot; return the earlier slot."""
     data = (storage / SLOTS).read_bytes()
-    both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
+    both = [Slot.decode(data[offset : offset + 512]) for offset in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)
     position = 4096 * ((current.sequence + 1) % 2)
     overwrite_bytes(storage / SLOTS, position, replace(current, **changes).encode())
@@ -386,7 +388,8 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     wrong, notes = verification_texts(directory)
     assert wrong == []
     assert any(
-        "never acknowledged, so the next start of the storage truncates it" in one for one in notes
+        "never acknowledged, so the next start of the storage truncates it" in note
+        for note in notes
     )
     assert (
         f"{SLOTS}: the log was not closed properly; it is known to be synced up to transaction 35"
@@ -405,7 +408,9 @@ def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     for path in segment_files(storage):
         flip_byte(path, 200)
     alone = verify_directory(segment_path(storage, 1))
-    assert [(one.path, one.offset) for one in alone.findings.kept_findings] == [(f"{TWO}.seg", 189)]
+    assert [(finding.path, finding.offset) for finding in alone.findings.kept_findings] == [
+        (f"{TWO}.seg", 189)
+    ]
     assert verification_texts(copy) == ([], [])
     with pytest.raises(BadRequest, match="partition 3; it has 2"):
         verify_directory(storage, partitions=[3])
@@ -486,7 +491,7 @@ def test_extra_bytes_are_an_error_only_in_a_closed_log(tmp_path, is_closed):
 
 
 def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
-    """The storage reconstructs batches with unreadable entries; their chains prove nothing."""
+    """The storage reconstructs batches whose entries are unreadable. Their chains prove nothing."""
     world = sample_log(segment_bytes_max=100_000)
     for position in (1, 2):
         world.disk.flip_bits(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)
@@ -494,7 +499,7 @@ def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
     log = verify_directory(directory).logs[PARTITION]
-    assert [one.session for one in batches(segment_path(directory, 0, ".chn"))][:4] == [
+    assert [batch.session for batch in batches(segment_path(directory, 0, ".chn"))][:4] == [
         1,
         -2,
         -2,
@@ -544,7 +549,7 @@ def test_a_log_that_begins_above_0_is_verified_from_its_start(log_with_later_sta
     flip_byte(segment_path(directory, 0), 128 + 37)  # record 11, below the start
     wrong, notes = verification_texts(directory)
     assert wrong == []
-    assert any("record 11: expected CRC" in each for each in notes)
+    assert any("record 11: expected CRC" in note for note in notes)
     flip_byte(segment_path(directory, 0), 128 + 60 * 13)
     assert verification_texts(directory)[0]
 
@@ -572,7 +577,7 @@ def test_another_chain_at_the_start_is_reported(log_with_later_start):
         replace(Slot.decode(data[:512]), start=AckedMarker(20, b"c" * 16))
         for data in blocks(SLOTS, directory)
     ]
-    (directory / SLOTS).write_bytes(b"".join(each.encode().ljust(4096, b"\0") for each in slots))
+    (directory / SLOTS).write_bytes(b"".join(slot.encode().ljust(4096, b"\0") for slot in slots))
     (wrong,) = verification_texts(directory)[0]
     assert wrong.startswith(
         f"{SLOTS}: the log begins after transaction 20: expected chain hash 6363"

@@ -26,7 +26,7 @@ def check_understood(line: str) -> None:
             commands.append([])
         else:
             commands[-1].append(FILLED_IN.get(word, word))
-    given = [each for each in commands if each]
+    given = [command for command in commands if command]
     assert given, line
     for program, *words in given:
         if program != "waltz-core":

@@ -21,14 +21,14 @@ def case():
 
 
 def failed_checks(case, chosen=(0, 1)):
-    found = check_cluster(case.facts.cluster, chosen)
-    assert {each.check for each in found} <= set(CHECK_CONDITIONS)
-    return [(each.check, each.partitions) for each in found]
+    checks = check_cluster(case.facts.cluster, chosen)
+    assert {check.check for check in checks} <= set(CHECK_CONDITIONS)
+    return [(check.check, check.partitions) for check in checks]
 
 
 def text(case):
-    (found,) = check_cluster(case.facts.cluster, (0, 1))
-    return found.text
+    (check,) = check_cluster(case.facts.cluster, (0, 1))
+    return check.text
 
 
 def test_a_healthy_cluster_passes_all_checks(case):
@@ -41,7 +41,7 @@ def test_a_failure_affects_only_its_check_and_partitions():
         FailedCheck("storage", "y", (1, 2)),
         FailedCheck("server", "z", ()),
     ]
-    assert [names_of_failed_checks(found, each) for each in range(4)] == [
+    assert [names_of_failed_checks(found, number) for number in range(4)] == [
         *(set(), {"quorum", "storage"}, {"storage"}, set())
     ]
 
@@ -120,7 +120,7 @@ def test_replicas_that_lag_or_are_too_few_are_reported(case):
 
 
 def test_checks_fail_for_a_cause_and_its_consequences(case):
-    """The doctor would report only the storage; each check, however, passes or fails."""
+    """The doctor would report only the storage. The checks report the consequences, too."""
     case.storage(C, failure="refused", replicas={})
     case.server(1, unreachable_storages=(C,))
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})

@@ -43,7 +43,7 @@ def test_a_healthy_partition_has_no_problems(case):
 def test_only_an_answering_replica_counts_for_a_session(case):
     case.storage(A, failure="refused", replicas={})
     case.replica(B, is_stuck=True)
-    case.storage(C, replicas={})  # the storage has reported nothing, and is assumed to be healthy
+    case.storage(C, replicas={})  # a storage without a report is assumed to be healthy
     now = condition_of(case)
     assert now.answering_replicas == [C]
     assert now.replicas_of_unknown_state == [A, B]

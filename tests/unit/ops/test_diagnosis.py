@@ -46,10 +46,10 @@ ENGAGED = ReplicaState(7, UNRESOLVED)
 
 def diagnose(facts):
     """Return the findings; every printed command must be valid."""
-    found = diagnosis.diagnose(facts)
-    for each in found:
-        check_understood(each.command)
-    return found
+    findings = diagnosis.diagnose(facts)
+    for finding in findings:
+        check_understood(finding.command)
+    return findings
 
 
 def storage(address, partitions=(0, 1)):
@@ -60,7 +60,9 @@ def storage(address, partitions=(0, 1)):
         storage_id="aa",
         disk=ROOMY,
         clock_ahead_ms=3.0,
-        replicas={each: ReplicaFacts(last_session_id=7, last_id=90) for each in partitions},
+        replicas={
+            partition: ReplicaFacts(last_session_id=7, last_id=90) for partition in partitions
+        },
     )
 
 
@@ -87,7 +89,7 @@ def healthy():
         storage_groups={A: 0, B: 1, C: 2, SPARE: 2},
         partitions={0: partition(), 1: partition()},
     )
-    zookeepers = tuple(ZooKeeperServerFacts(each, mode="follower") for each in NODES)
+    zookeepers = tuple(ZooKeeperServerFacts(node, mode="follower") for node in NODES)
     return Facts(CONNECT, zookeepers, cluster=cluster)
 
 
@@ -128,12 +130,12 @@ class Case:
         self.facts = replace(self.facts, local=LocalFacts("here/.waltz", members))
 
     def found(self):
-        return [(each.name, each.subject) for each in diagnose(self.facts)]
+        return [(finding.name, finding.subject) for finding in diagnose(self.facts)]
 
     def only_finding(self, name):
-        (found,) = diagnose(self.facts)
-        assert found.name == name
-        return found
+        (finding,) = diagnose(self.facts)
+        assert finding.name == name
+        return finding
 
 
 @pytest.fixture
@@ -153,9 +155,9 @@ def test_a_healthy_cluster_has_no_findings(case):
 
 def test_without_zookeeper_only_its_outage_is_reported(case):
     case.facts = Facts(CONNECT, zookeeper_failure="no answer")
-    found = case.only_finding("zookeeper-unavailable")
-    assert found.sentence.endswith("of the cluster is unknown: no answer")
-    assert found.command == "waltz-core zookeeper run --config zoo.cfg"
+    finding = case.only_finding("zookeeper-unavailable")
+    assert finding.sentence.endswith("of the cluster is unknown: no answer")
+    assert finding.command == "waltz-core zookeeper run --config zoo.cfg"
     case.facts = Facts(CONNECT, access_error="unknown peer")
     assert case.only_finding("zookeeper-access-denied").command.endswith(
         f"--connect '{CONNECT}?auth=FILE'"
@@ -180,12 +182,12 @@ def test_a_zookeeper_server_that_does_not_answer_or_has_no_quorum_is_reported(ca
 def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "down"), MemberFacts("server-2", TWO, "up", 77))
     case.storage(A, failure="refused", replicas={})
-    found = case.only_finding("process-down")
-    assert found.sentence == "storage-1 of the cluster in here/.waltz does not run"
-    assert found.command == "waltz-core local up --directory here/.waltz"
+    finding = case.only_finding("process-down")
+    assert finding.sentence == "storage-1 of the cluster in here/.waltz does not run"
+    assert finding.command == "waltz-core local up --directory here/.waltz"
     case.local(MemberFacts("storage-1", A, "stopped", 78))
-    found = case.only_finding("process-stopped")
-    assert found.command == "kill -CONT 78"
+    finding = case.only_finding("process-stopped")
+    assert finding.command == "kill -CONT 78"
     # A running process that does not answer is stopped first.
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, is_silent=True)
@@ -197,7 +199,9 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
 def test_local_up_does_not_start_added_storages(case):
     case.local(MemberFacts("storage-1", A, "up", 77), MemberFacts("storage-2", B, "up", 78))
     case.storage(C, failure="refused", replicas={})
-    found = next(each for each in diagnose(case.facts) if each.name == "storage-unavailable")
+    found = next(
+        finding for finding in diagnose(case.facts) if finding.name == "storage-unavailable"
+    )
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
@@ -210,8 +214,8 @@ def test_a_server_that_does_not_answer_is_reported(case):
         f"waltz-core cluster remove-server {ONE} --connect {CONNECT}"
     )
     case.server(1, is_silent=True)
-    found = case.only_finding("server-silent")
-    assert found.command == "waltz-core server run --config server.toml"
+    finding = case.only_finding("server-silent")
+    assert finding.command == "waltz-core server run --config server.toml"
     case.cluster(servers={}, owners={}, is_assignment_settled=False)
     assert case.only_finding("no-server").sentence.startswith("no server is registered")
 
@@ -224,11 +228,13 @@ def test_a_doctor_without_tls_reports_a_cluster_with_tls(case):
     for address in (A, B, C, SPARE):
         case.storage(address, failure=mismatch, is_tls_mismatch=True, replicas={})
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
-    found = diagnose(case.facts)
-    assert [each.name for each in found] == ["server-tls-failed"] * 2 + ["storage-tls-failed"] * 4
-    assert all(mismatch in each.sentence for each in found)
+    findings = diagnose(case.facts)
+    assert [finding.name for finding in findings] == ["server-tls-failed"] * 2 + [
+        "storage-tls-failed"
+    ] * 4
+    assert all(mismatch in finding.sentence for finding in findings)
     command = f"waltz-core doctor --connect '{CONNECT}?auth=/etc/zk&tls=FILE'"
-    assert {each.command for each in found} == {command}
+    assert {finding.command for finding in findings} == {command}
 
 
 def test_a_doctor_without_a_permitted_token_suggests_no_change_of_the_cluster(case):
@@ -241,11 +247,11 @@ def test_a_doctor_without_a_permitted_token_suggests_no_change_of_the_cluster(ca
     for address in (C, SPARE):
         case.storage(address, admin_failure="ann is not granted administer", is_denied=True)
     case.facts = replace(case.facts, connect=f"{CONNECT}?tls=/ca.pem&token_env=TOKEN")
-    found = diagnose(case.facts)
+    findings = diagnose(case.facts)
     names = ["server-access-denied"] * 2 + ["storage-access-denied"] * 4
-    assert [each.name for each in found] == names
+    assert [finding.name for finding in findings] == names
     command = f"waltz-core doctor --connect '{CONNECT}?tls=/ca.pem&token_file=FILE'"
-    assert {each.command for each in found} == {command}
+    assert {finding.command for finding in findings} == {command}
 
 
 def test_a_storage_with_an_expired_certificate_is_reported(case):
@@ -274,9 +280,11 @@ def test_two_preferred_owners_of_one_partition_are_reported(case):
     case.server(1, preferred_partitions=(0,))
     assert case.found() == []
     case.server(2, preferred_partitions=(0, 1))
-    found = case.only_finding("preference-not-granted")
-    assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns the partition" in found.sentence
-    assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
+    finding = case.only_finding("preference-not-granted")
+    assert (
+        f"{TWO} and {ONE} are both preferred owners; {ONE} owns the partition" in finding.sentence
+    )
+    assert finding.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
 def test_a_storage_unreachable_for_one_server_is_reported_unless_it_is_for_all(case):
@@ -306,9 +314,9 @@ def test_the_doctor_waits_for_a_storage_that_is_starting(case):
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, failure="refused", replicas={})
-    found = case.only_finding("storage-starting")
-    assert "Hint: wait, and do not stop" in found.sentence
-    assert found.command == again
+    finding = case.only_finding("storage-starting")
+    assert "Hint: wait, and do not stop" in finding.sentence
+    assert finding.command == again
     # The storage is not stopped to restore a quorum either.
     case.storage(B, failure="refused", replicas={})
     case.server(1, served_partitions={0: False})
@@ -324,28 +332,31 @@ def test_the_doctor_waits_for_a_storage_that_is_starting(case):
 def test_a_hanging_storage_is_killed_without_a_change_of_its_port(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_failure="no answer within 3 s", found_admin_port=5281, is_hanging=True)
-    found = case.only_finding("storage-unresponsive")
-    assert "them (no answer within 3 s); its disk may hang." in found.sentence
-    assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
+    finding = case.only_finding("storage-unresponsive")
+    assert "them (no answer within 3 s); its disk may hang." in finding.sentence
+    assert finding.command == "kill -9 79; waltz-core local up --directory here/.waltz"
     case.storage(A, admin_failure="", is_hanging=False)
     case.replica(A, is_stuck=True)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
-    found = case.only_finding("replica-stuck")
-    assert (found.subject, found.command[:10]) == (f"0 {A}", "kill -9 79")
+    finding = case.only_finding("replica-stuck")
+    assert (finding.subject, finding.command[:10]) == (f"0 {A}", "kill -9 79")
 
 
 def test_no_command_deletes_a_log_that_is_being_opened(case):
     case.replica(A, is_opening=True, last_id=-1, last_session_id=-1)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
-    found = case.only_finding("replica-opening")
-    assert (found.subject, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
+    finding = case.only_finding("replica-opening")
+    assert (finding.subject, finding.command) == (
+        f"0 {A}",
+        f"waltz-core doctor --connect {CONNECT}",
+    )
 
 
 def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     case.storage(A, storage_id="bb")
-    found = case.only_finding("storage-id-mismatch")
-    assert "but ZooKeeper has the ID aa for" in found.sentence
-    assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
+    finding = case.only_finding("storage-id-mismatch")
+    assert "but ZooKeeper has the ID aa for" in finding.sentence
+    assert finding.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, belongs_to_cluster=False)
     assert case.only_finding("storage-cluster-mismatch").subject == A
     # The storage rejects all servers of this cluster; the network is not the cause.
@@ -364,15 +375,17 @@ def test_an_admin_port_that_differs_from_zookeeper_is_reported(case):
 
 def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     case.storage(A, disk=DiskFacts(5 << 20, True))
-    found = case.only_finding("disk-full")
-    assert found.sentence.endswith("5 MiB are free, and the storage rejects appends")
-    assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
+    finding = case.only_finding("disk-full")
+    assert finding.sentence.endswith("5 MiB are free, and the storage rejects appends")
+    assert finding.command == (
+        f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}"
+    )
     case.storage(A, disk=DiskFacts(900 << 20, False))
     assert case.only_finding("disk-nearly-full").sentence.endswith("900 MiB are free")
     for size_mib, free_mib, is_found in (
-        (100_000, 4_999, True),  # a twentieth
+        (100_000, 4_999, True),  # less than a twentieth is free
         (100_000, 5_000, False),
-        (2_000, 255, True),  # the minimum
+        (2_000, 255, True),  # less than the minimum is free
         (2_000, 256, False),
     ):
         case.storage(A, disk=DiskFacts(free_mib << 20, False, size_mib << 20))
@@ -397,11 +410,11 @@ def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, 
     if days is None:
         assert case.found() == []
         return
-    found = case.only_finding("disk-full-soon")
+    finding = case.only_finding("disk-full-soon")
     assert f"will be full in {days} days: 70000 MiB are free, and in the last day" in (
-        found.sentence
+        finding.sentence
     )
-    assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
+    assert finding.command.startswith("waltz-core cluster move-replica 0-1 ")
     # Only the more urgent finding is reported.
     case.storage(A, disk=DiskFacts(900 << 20, False, 100_000 << 20, rate))
     assert case.only_finding("disk-nearly-full")
@@ -409,13 +422,13 @@ def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, 
 
 def test_clocks_that_differ_are_reported(case):
     case.storage(A, clock_ahead_ms=-4_200.0)
-    found = case.only_finding("storage-clock-skew")
-    assert f"storage {A} is 4.2 s behind the clock of this" in found.sentence
+    finding = case.only_finding("storage-clock-skew")
+    assert f"storage {A} is 4.2 s behind the clock of this" in finding.sentence
     case.storage(A, clock_ahead_ms=None)
     case.partition(commit_stamp_ahead_ms=61_000.0)
-    found = case.only_finding("server-clock-skew")
-    assert "61.0 s in the future, so the clock" in found.sentence
-    assert ONE in found.sentence
+    finding = case.only_finding("server-clock-skew")
+    assert "61.0 s in the future, so the clock" in finding.sentence
+    assert ONE in finding.sentence
 
 
 # --- replicas
@@ -440,11 +453,11 @@ def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
     assert (
         case.only_finding("replica-left-over").command == f"{remove} --partition 0 --delete-files"
     )
-    # One finding and one command for all leftover partitions of a storage.
+    # All leftover partitions of a storage share one finding and one command.
     case.replica(SPARE, number=1, last_id=90, last_session_id=6)
-    found = case.only_finding("replica-left-over")
-    assert (found.subject, found.partition) == (SPARE, None)
-    assert found.command == f"{remove} --partition 0-1 --delete-files"
+    finding = case.only_finding("replica-left-over")
+    assert (finding.subject, finding.partition) == (SPARE, None)
+    assert finding.command == f"{remove} --partition 0-1 --delete-files"
     case.storage(SPARE, replicas={0: ReplicaFacts(last_id=90, last_session_id=6)})
     # Until its owner excludes the replica, the replica is being moved.
     case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
@@ -465,15 +478,17 @@ def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
 def test_no_command_deletes_records_that_other_replicas_may_lack(case, doubt):
     case.replica(SPARE, last_id=90, last_session_id=6)
     doubt(case)
-    assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
+    assert [
+        finding.name for finding in diagnose(case.facts) if "--delete-files" in finding.command
+    ] == []
 
 
 def test_a_replica_that_is_not_in_sync_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
     case.replica(C, last_id=50)
-    found = case.only_finding("replica-not-engaged")
-    assert found.sentence.endswith("its log ends at transaction 50")
-    assert "--online false && waltz-core storage availability" in found.command
+    finding = case.only_finding("replica-not-engaged")
+    assert finding.sentence.endswith("its log ends at transaction 50")
+    assert "--online false && waltz-core storage availability" in finding.command
     case.storage(C, failure="refused")
     assert case.found() == [("storage-unavailable", C)]
 
@@ -481,10 +496,10 @@ def test_a_replica_that_is_not_in_sync_is_reported(case):
 def test_a_replica_that_lags_is_reported(case):
     case.replica(A, last_id=91 + LAG_TRANSACTIONS_MAX)
     case.replica(B, last_id=91 + LAG_TRANSACTIONS_MAX)
-    found = case.only_finding("replica-lagging")
-    assert found.subject == f"0 {C}"
-    assert f"{LAG_TRANSACTIONS_MAX + 1} transactions, because" in found.sentence
-    assert f"move-replica 0 {C} {SPARE}" in found.command
+    finding = case.only_finding("replica-lagging")
+    assert finding.subject == f"0 {C}"
+    assert f"{LAG_TRANSACTIONS_MAX + 1} transactions, because" in finding.sentence
+    assert f"move-replica 0 {C} {SPARE}" in finding.command
 
 
 def test_a_suspect_quorum_requires_a_decision_of_the_operator(case):
@@ -492,16 +507,16 @@ def test_a_suspect_quorum_requires_a_decision_of_the_operator(case):
     assert case.found() == [("replica-suspect", f"0 {A}")]
     case.replica(B, is_suspect=True)
     case.server(1, served_partitions={0: False})
-    found = case.only_finding("no-trusted-quorum")
-    assert "only 1 of 3 replicas have a trusted log" in found.sentence
-    assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
+    finding = case.only_finding("no-trusted-quorum")
+    assert "only 1 of 3 replicas have a trusted log" in finding.sentence
+    assert finding.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
 def test_accept_replicas_is_not_suggested_while_a_voter_may_return(case):
     case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
-    names = [each.name for each in diagnose(case.facts)]
+    names = [finding.name for finding in diagnose(case.facts)]
     assert names == ["storage-unavailable", "replica-suspect"]
 
 
@@ -519,27 +534,28 @@ def test_a_lost_quorum_is_reported_for_every_cause(case):
         ("no-quorum", "0"),
         ("no-quorum", "1"),
     ]
-    found = diagnose(case.facts)[2]
-    assert "only 1 of 3 replicas answer, and a quorum of 2 is required" in found.sentence
-    assert found.command == "waltz-core storage run --config storage.toml"
+    findings = diagnose(case.facts)[2]
+    assert "only 1 of 3 replicas answer, and a quorum of 2 is required" in findings.sentence
+    assert findings.command == "waltz-core storage run --config storage.toml"
 
 
 def test_no_command_stops_a_healthy_storage_to_restore_a_quorum(case):
     members = [
-        MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
+        MemberFacts(f"storage-{index}", each, "up", 77 + index)
+        for index, each in enumerate((A, B, C))
     ]
     case.local(*members)
     case.server(1, served_partitions={0: False})
     case.replica(A, is_online=False)
     case.replica(B, is_online=False)
-    assert [each.name for each in diagnose(case.facts)] == [
+    assert [finding.name for finding in diagnose(case.facts)] == [
         "replica-offline",
         "replica-offline",
         "no-quorum",
     ]
-    assert not any("kill" in each.command for each in diagnose(case.facts))
+    assert not any("kill" in finding.command for finding in diagnose(case.facts))
     case.storage(C, failure="silent", is_silent=True, replicas={})
-    (found,) = [each for each in diagnose(case.facts) if each.name == "no-quorum"][:1]
+    (found,) = [finding for finding in diagnose(case.facts) if finding.name == "no-quorum"][:1]
     assert found.command.startswith("kill -9 79; ")
 
 
@@ -549,7 +565,7 @@ def test_a_session_that_is_not_open_despite_a_quorum_is_reported(case):
         f"waltz-core cluster prefer 0 {TWO} --connect {CONNECT}"
     )
     case.server(2, failure="refused", served_partitions={})
-    opened = next(each for each in diagnose(case.facts) if each.name == "session-not-open")
+    opened = next(finding for finding in diagnose(case.facts) if finding.name == "session-not-open")
     assert opened.command == "waltz-core server run --config server.toml"
 
 
@@ -564,8 +580,8 @@ def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
     assert case.only_finding("partition-not-served").subject == "0"
     case.server(1, served_partitions={0: True})
     case.server(2, served_partitions={0: True, 1: True})
-    found = case.only_finding("partition-served-by-another")
-    assert f"server {TWO} answers requests for it, but {ONE} owns it." in found.sentence
+    finding = case.only_finding("partition-served-by-another")
+    assert f"server {TWO} answers requests for it, but {ONE} owns it." in finding.sentence
 
 
 def test_outdated_session_replicas_and_an_unknown_mark_are_reported(case):
@@ -587,12 +603,12 @@ def test_replicas_that_are_too_few_or_in_the_wrong_groups_are_reported(case):
     case.facts = healthy()
     case.cluster(storage_groups={A: 0, B: 0, C: 2, SPARE: 3})
     assert case.found() == [("replicas-share-group", "0"), ("replicas-share-group", "1")]
-    assert {each.command for each in diagnose(case.facts)} == {
+    assert {finding.command for finding in diagnose(case.facts)} == {
         f"waltz-core cluster auto-assign --connect {CONNECT}"
     }
     # If the only storage of a group is full, its replicas would return to it.
     case.storage(SPARE, disk=DiskFacts(5 << 20, True))
-    assert {each.command for each in diagnose(case.facts)} == {
+    assert {finding.command for finding in diagnose(case.facts)} == {
         f"waltz-core cluster add-storage HOST:PORT --group 3 --connect {CONNECT}"
     }
     case.facts = healthy()
@@ -614,12 +630,12 @@ REBUILD = (
 def test_lost_metadata_is_reported(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.partition(metadata=PartitionMetadata())
-    found = case.only_finding("metadata-lost")
+    finding = case.only_finding("metadata-lost")
     # The remaining old znodes must be deleted first: they prevent a rebuild.
     delete = f"waltz-core cluster delete pay --connect {CONNECT}"
-    assert found.command == f"{delete} && {REBUILD}"
+    assert finding.command == f"{delete} && {REBUILD}"
     for step in ("Stop all servers and storages", "delete the old znodes", "waits for them"):
-        assert step in found.sentence
+        assert step in finding.sentence
     # For a cluster on this machine, all steps are known.
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))
     assert case.only_finding("metadata-lost").command == (
@@ -632,9 +648,9 @@ def test_lost_metadata_is_reported(case):
 def test_an_interrupted_rebuild_continues(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
-    found = case.only_finding("rebuilding-unfinished")
-    assert found.subject == "0"
-    assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
+    finding = case.only_finding("rebuilding-unfinished")
+    assert finding.subject == "0"
+    assert finding.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
     # The finding is reported even if no partition is assigned, as right after the creation.
     case.cluster(assigned_replicas={0: (), 1: (A, B, C)})
     case.storage(A, replicas={1: ReplicaFacts(last_session_id=7, last_id=90)})
@@ -646,13 +662,13 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
     case.local(
         MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "up", 79, 5281)
     )
-    found = case.only_finding("cluster-lost")
-    assert "cluster create" not in found.command
+    finding = case.only_finding("cluster-lost")
+    assert "cluster create" not in finding.command
     rebuild = (
         f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name local "
         f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
     )
-    assert f" && {rebuild} --only-znodes && {{ {rebuild} & " in found.command
+    assert f" && {rebuild} --only-znodes && {{ {rebuild} & " in finding.command
     # This finding also covers the processes that have ended.
     case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
     assert case.only_finding("cluster-lost")
@@ -662,7 +678,7 @@ def test_findings_come_in_the_order_of_the_table(case):
     case.replica(A, is_online=False)
     case.node(failure="refused")
     case.server(2, failure="refused", served_partitions={})
-    names = [each.name for each in diagnose(case.facts)]
+    names = [finding.name for finding in diagnose(case.facts)]
     assert names == sorted(names, key=list(FINDING_KINDS).index)
     assert len(names) == 3
 
@@ -678,9 +694,9 @@ def test_a_connect_string_is_quoted_for_a_shell(case):
 def test_a_server_that_others_cannot_connect_to_is_reported():
     case = Case()
     case.server(2, is_excluded_as_unreachable=True, connection_errors=(f"{ONE}: refused",))
-    found = case.only_finding("server-unreachable")
-    assert found.subject == TWO
-    assert f"cannot connect to it ({ONE}: refused)." in found.sentence
+    finding = case.only_finding("server-unreachable")
+    assert finding.subject == TWO
+    assert f"cannot connect to it ({ONE}: refused)." in finding.sentence
     case.server(2, connection_errors=())
     assert "none has connected to it yet" in case.only_finding("server-unreachable").sentence
 
@@ -739,12 +755,12 @@ def archive():
 
 def test_storages_with_different_archives_are_reported(archive):
     archive.storage(B, archive=ArchiveFacts("s3://other/waltz", 600_000))
-    found = archive.only_finding("archive-settings-differ")
+    finding = archive.only_finding("archive-settings-differ")
     assert (
         f"storage {B} archives to s3://other/waltz, but the other storages archive to {URL}. "
         "Hint: set the"
-    ) in (found.sentence)
-    assert found.command == f"waltz-core storage run --config storage.toml --archive-url {URL}"
+    ) in (finding.sentence)
+    assert finding.command == f"waltz-core storage run --config storage.toml --archive-url {URL}"
     for address in (A, B):
         archive.storage(address, archive=None)
     assert archive.found() == [("archive-settings-differ", A), ("archive-settings-differ", B)]
@@ -752,7 +768,7 @@ def test_storages_with_different_archives_are_reported(archive):
         f"(none), but the other storages archive to {URL}. Hint: set the"
         in diagnose(archive.facts)[0].sentence
     )
-    # Unknown for a storage that does not answer.
+    # The doctor cannot check a storage that does not answer.
     archive.storage(A, failure="refused", replicas={})
     archive.storage(B, archive=ArchiveFacts(URL))
     assert ("archive-settings-differ", A) not in archive.found()
@@ -762,15 +778,15 @@ def test_storages_without_the_archive_of_the_cluster_are_reported(archive):
     archive.partition(0, marker=OPEN)
     for address in (A, B, C, SPARE):
         archive.storage(address, archive=None)
-    found = archive.only_finding("archive-url-missing")
-    assert "transactions of partitions 1 are archived, but no storage" in found.sentence
-    assert found.command == "waltz-core storage run --config storage.toml --archive-url URL"
+    finding = archive.only_finding("archive-url-missing")
+    assert "transactions of partitions 1 are archived, but no storage" in finding.sentence
+    assert finding.command == "waltz-core storage run --config storage.toml --archive-url URL"
     archive.local()
     directory = "--directory here/.waltz"
     assert archive.only_finding("archive-url-missing").command == (
         f"waltz-core local down {directory} && waltz-core local up {directory} --archive URL"
     )
-    # Unknown if no storage answers.
+    # The doctor cannot check this if no storage answers.
     for address in (A, B, C, SPARE):
         archive.storage(address, admin_failure="refused")
     assert "archive-url-missing" not in [name for name, _ in archive.found()]
@@ -786,16 +802,16 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     archive.storage(A, archive=failed)
     assert archive.found() == []  # A throttled request is no finding.
     archive.storage(A, archive=replace(failed, failure_count=2))
-    found = archive.only_finding("archive-unavailable")
-    assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in found.sentence
-    assert found.command == f"waltz-core archive status --connect {CONNECT}"
-    # The lag of the archive is a consequence, even of a single failure of each storage.
+    finding = archive.only_finding("archive-unavailable")
+    assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in finding.sentence
+    assert finding.command == f"waltz-core archive status --connect {CONNECT}"
+    # If each storage has failed even once, the lag of the archive is a consequence, and no finding.
     archive.partition(0, oldest_unarchived_age_s=100 * HOUR_S)
     assert archive.only_finding("archive-unavailable")
     archive.storage(A, archive=failed)
     archive.storage(B, archive=replace(failed, error="archive: cannot write y: ACCESS_DENIED"))
-    found = archive.only_finding("archive-unavailable")
-    assert f"storages {A}, {B} could not write to the archive 1 times" in found.sentence
+    finding = archive.only_finding("archive-unavailable")
+    assert f"storages {A}, {B} could not write to the archive 1 times" in finding.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 600_000))
     # In the meantime, another storage has archived everything.
     archive.partition(0, oldest_unarchived_age_s=0.0, marker=marker_archived_to(90))
@@ -806,9 +822,9 @@ def test_a_damaged_file_of_the_archive_is_reported(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "object 7: expected CRC 1, found 2", is_damaged=True)
     archive.storage(A, archive=failed)
     archive.partition(0, oldest_unarchived_age_s=1.0, marker=marker_archived_to(89))
-    found = archive.only_finding("archive-damaged")
-    assert "missing or corrupt (object 7: expected CRC 1, found 2). Hint:" in found.sentence
-    assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
+    finding = archive.only_finding("archive-damaged")
+    assert "missing or corrupt (object 7: expected CRC 1, found 2). Hint:" in finding.sentence
+    assert finding.command == f"waltz-core archive verify --repair --connect {CONNECT}"
     # Damage that a read has found stays, even if everything is archived.
     archive.partition(0, oldest_unarchived_age_s=0.0, marker=marker_archived_to(90))
     damaged = ArchiveFacts(URL, 600_000, read_damage="object 8: bad")
@@ -827,11 +843,11 @@ def test_an_archive_that_lags_is_reported(archive):
     archive.partition(0, marker=marker_archived_to(20), oldest_unarchived_age_s=HOUR_S + 1_210)
     assert archive.found() == []
     archive.partition(0, oldest_unarchived_age_s=HOUR_S + 1_211)
-    found = archive.only_finding("archive-lagging")
-    assert "partition 0: 70 committed transactions are not archived" in found.sentence
-    assert "the oldest was committed 1.3 h ago." in found.sentence
+    finding = archive.only_finding("archive-lagging")
+    assert "partition 0: 70 committed transactions are not archived" in finding.sentence
+    assert "the oldest was committed 1.3 h ago." in finding.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
-    assert archive.found() == []  # with a greater `archive_age_ms`
+    assert archive.found() == []  # not if `archive_age_ms` is greater
     # A partition without any archived transaction.
     archive.partition(1, marker=OPEN, oldest_unarchived_age_s=4 * HOUR_S)
     assert "partition 1: 91 committed" in archive.only_finding("archive-lagging").sentence
@@ -854,11 +870,11 @@ def test_an_archive_that_is_turned_off_does_not_lag(archive):
 def test_an_archive_without_an_interval_is_reported(archive):
     for number in (0, 1):
         archive.partition(number, marker=OPEN, oldest_unarchived_age_s=None)
-    found = archive.only_finding("archive-idle")
-    assert found.command == (
+    finding = archive.only_finding("archive-idle")
+    assert finding.command == (
         "waltz-core server run --config server.toml --archive-interval-ms 10000"
     )
-    assert "set archive_interval_ms in the settings of the servers" in found.sentence
+    assert "set archive_interval_ms in the settings of the servers" in finding.sentence
     for number in (0, 1):
         archive.partition(number, high_water_mark=-1)
     assert archive.found() == []  # There is nothing to archive.

@@ -10,7 +10,7 @@ from waltz_core.ops.findings import FINDING_KINDS, new_finding, placeholder_name
 
 def test_each_finding_has_a_unique_sentence():
     assert len(FINDING_KINDS) >= 20
-    sentences = [each.sentence for each in FINDING_KINDS.values()]
+    sentences = [finding_kind.sentence for finding_kind in FINDING_KINDS.values()]
     assert len(set(sentences)) == len(sentences)
     assert all(re.fullmatch(r"[a-z-]+", name) for name in FINDING_KINDS)
 
@@ -18,12 +18,12 @@ def test_each_finding_has_a_unique_sentence():
 @pytest.mark.parametrize("name", list(FINDING_KINDS))
 def test_a_finding_shows_the_value_of_each_field(name):
     fields = {field: f"<{field}>" for field in placeholder_names(FINDING_KINDS[name])}
-    found = new_finding(name, "it", **fields)
-    assert found.key == (name, "it")
+    finding = new_finding(name, "it", **fields)
+    assert finding.key == (name, "it")
     for field in fields.values():
-        assert field in found.sentence + found.command
-    assert "{" not in found.sentence + found.command
-    first, *_ = found.command.split()
+        assert field in finding.sentence + finding.command
+    assert "{" not in finding.sentence + finding.command
+    first, *_ = finding.command.split()
     assert first in (
         *("waltz-core", "kill", "timedatectl"),
         *("<start>", "<move>", "<drain>", "<rebuild>", "<spread>"),

@@ -88,17 +88,17 @@ def expected_record(transaction_id: int, row_number: int, header: int, data: byt
 
 @given(rows=rows_strategy, with_marks=st.booleans())
 def test_an_append_batch_round_trips(*, rows: list[Row], with_marks: bool) -> None:
-    found = decode(encode(rows, with_marks=with_marks))
+    decoded = decode(encode(rows, with_marks=with_marks))
     headers, data, write, read, append, marks = (list(c) for c in zip(*rows, strict=True))
-    assert found.count == len(rows)
-    assert found.headers.tolist() == headers
-    assert found.data.to_pylist() == data
-    assert found.lengths.tolist() == [len(d) for d in data]
-    assert found.crcs.tolist() == [crc32(d) for d in data]
-    assert lists_of(found.write_locks) == write
-    assert lists_of(found.read_locks) == read
-    assert lists_of(found.append_locks) == append
-    assert (found.marks.tolist() == marks) if found.marks is not None else not with_marks
+    assert decoded.count == len(rows)
+    assert decoded.headers.tolist() == headers
+    assert decoded.data.to_pylist() == data
+    assert decoded.lengths.tolist() == [len(d) for d in data]
+    assert decoded.crcs.tolist() == [crc32(d) for d in data]
+    assert lists_of(decoded.write_locks) == write
+    assert lists_of(decoded.read_locks) == read
+    assert lists_of(decoded.append_locks) == append
+    assert (decoded.marks.tolist() == marks) if decoded.marks is not None else not with_marks
 
 
 def test_columns_from_arrow_may_be_absent_null_sliced_or_wider() -> None:
@@ -107,12 +107,12 @@ def test_columns_from_arrow_may_be_absent_null_sliced_or_wider() -> None:
     payload = batches.encode_append_arrow(
         pa.RecordBatch.from_pydict({"write_locks": write, "data": data})
     )
-    found = decode(payload)
-    assert found.data.to_pylist() == [b"a", b"bb"]
-    assert found.headers.tolist() == [0, 0]
-    assert lists_of(found.write_locks) == [[], [1, 2]]
-    assert lists_of(found.read_locks) == [[], []]
-    assert found.marks is None
+    decoded = decode(payload)
+    assert decoded.data.to_pylist() == [b"a", b"bb"]
+    assert decoded.headers.tolist() == [0, 0]
+    assert lists_of(decoded.write_locks) == [[], [1, 2]]
+    assert lists_of(decoded.read_locks) == [[], []]
+    assert decoded.marks is None
 
 
 def test_an_encoded_batch_is_a_read_only_buffer() -> None:
@@ -164,7 +164,7 @@ def test_each_row_of_a_slice_has_the_crc_of_its_bytes(
 ) -> None:
     start = data.draw(st.integers(0, len(rows)))
     column = pa.array(rows, pa.binary()).slice(start, data.draw(st.integers(0, len(rows))))
-    assert batches.data_crcs(column).tolist() == [crc32(each) for each in column.to_pylist()]
+    assert batches.data_crcs(column).tolist() == [crc32(row) for row in column.to_pylist()]
 
 
 @pytest.mark.parametrize(
@@ -378,10 +378,10 @@ def test_encoded_records_have_the_bytes_of_a_segment_file(
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     if not keep.any():
         keep[0] = True
-    found = decode(encode(rows))
-    encoded = batches.encode_records(found, keep, TransactionId(10), REQ_ID)
+    decoded = decode(encode(rows))
+    encoded = batches.encode_records(decoded, keep, TransactionId(10), REQ_ID)
     if keep.all():
-        assert batches.encode_records(found, None, TransactionId(10), REQ_ID) == encoded
+        assert batches.encode_records(decoded, None, TransactionId(10), REQ_ID) == encoded
     kept = [(number, row) for number, row in enumerate(rows) if keep[number]]
     expected = [
         expected_record(10 + column_index, number, row[0], row[1])
@@ -424,10 +424,10 @@ def run_of(data: list[bytes], first: int = 10) -> tuple[memoryview, raw_records.
 def test_a_range_becomes_a_table_with_its_values(data: list[bytes]) -> None:
     records, lengths = run_of(data)
     stamps = [(0, 10, 1_700_000_000_123), (11, 12, 0), (13, 40, 1_700_000_000_456)]
-    found = batches.range_to_arrow(
+    batch = batches.range_to_arrow(
         records, lengths, stamps, batches.READ_SCHEMA.names, partition_id=PartitionId(1)
     )
-    table = pa.Table.from_batches(found, schema=batches.READ_SCHEMA)
+    table = pa.Table.from_batches(batch, schema=batches.READ_SCHEMA)
     table.validate(full=True)
     of_headers = batches.headers_to_arrow(
         raw_records.headers_of(records, lengths),
@@ -456,30 +456,30 @@ def test_a_table_has_the_requested_columns_in_the_requested_order(
 ) -> None:
     records, lengths = run_of([b"a", b"b"])
     requested_names = names[:count]
-    (found,) = batches.range_to_arrow(
+    (batch,) = batches.range_to_arrow(
         records, lengths, [], requested_names, partition_id=PartitionId(1)
     )
-    assert found.schema.names == requested_names
-    assert found.num_rows == (2 if requested_names else found.num_rows)
+    assert batch.schema.names == requested_names
+    assert batch.num_rows == (2 if requested_names else batch.num_rows)
 
 
 def test_a_long_range_is_sent_in_several_batches() -> None:
     data = [b"%d" % n for n in range(2 * batches.ARROW_ROWS_MAX + 5)]
     records, lengths = run_of(data)
-    found = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
-    assert [b.num_rows for b in found] == [8192, 8192, 5]
-    assert pa.Table.from_batches(found)["data"].to_pylist() == data
+    sent = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in sent] == [8192, 8192, 5]
+    assert pa.Table.from_batches(sent)["data"].to_pylist() == data
     heads = raw_records.headers_of(records, lengths)
-    found = batches.headers_to_arrow(heads, [], ["transaction_id"], partition_id=PartitionId(0))
-    assert [b.num_rows for b in found] == [8192, 8192, 5]
+    headers = batches.headers_to_arrow(heads, [], ["transaction_id"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in headers] == [8192, 8192, 5]
 
 
 def test_a_wide_range_is_sent_in_several_batches() -> None:
     data = [bytes(3_000_000)] * 3 + [b"", b""]
     records, lengths = run_of(data)
-    found = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
-    assert [b.num_rows for b in found] == [2, 3]
-    assert pa.Table.from_batches(found)["data"].to_pylist() == data
+    sent = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in sent] == [2, 3]
+    assert pa.Table.from_batches(sent)["data"].to_pylist() == data
 
 
 def test_an_empty_range_becomes_no_batch() -> None:
@@ -497,10 +497,10 @@ def test_torn_headers_are_rejected() -> None:
 @settings(max_examples=30)
 def test_any_commit_stamp_becomes_a_time_or_null(stamp_ms: int) -> None:
     records, lengths = run_of([b"a"])
-    (found,) = batches.range_to_arrow(
+    (batch,) = batches.range_to_arrow(
         records, lengths, [(0, 99, stamp_ms)], ["commit_time"], partition_id=PartitionId(0)
     )
-    assert (found["commit_time"].null_count == 1) == (stamp_ms <= 0)
+    assert (batch["commit_time"].null_count == 1) == (stamp_ms <= 0)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.records.checksum`, with crcmod as the oracle."""
+"""Tests of `waltz_core.records.checksum`, compared with the package crcmod."""
 
 import crcmod.predefined
 import numpy as np

@@ -34,7 +34,7 @@ def block(first, last, *values, before=None, history=0):
 
 
 def trusted_blocks(data, at, steps_max=1_000):
-    """Return first, last and locks of all blocks that are trusted below an end of the log."""
+    """Return first, last and locks of all trusted blocks below the given end of the log."""
     blocks, found = LockBlockReader(data), []
     while (one := blocks.block_ending_at(at, steps_max)) is not None:
         found.append((one.first, one.end.last, bytes(one.locks)))
@@ -47,9 +47,9 @@ def test_a_block_has_the_specified_bytes():
     assert encoded[:8] == bytes.fromhex("ffffffff00000102")
     assert encoded[8:-4] == b"WLB1" + struct.pack(">qq", 5, 6) + b"b" * 16 + b"c" * 16 + b"\0\0\0\2"
     assert len(encoded) == 8 + TRAILER_BYTES == 68
-    found = LockBlockReader(encoded).block_ending_at(LogEnd(6, b"c" * 16), 1)
-    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, encoded[:8])
-    assert found.end_before == LogEnd(4, b"b" * 16)
+    block = LockBlockReader(encoded).block_ending_at(LogEnd(6, b"c" * 16), 1)
+    assert block == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, encoded[:8])
+    assert block.end_before == LogEnd(4, b"b" * 16)
 
 
 def test_a_block_with_distances_has_the_specified_bytes():
@@ -58,9 +58,9 @@ def test_a_block_with_distances_has_the_specified_bytes():
     assert len(encoded) == 10 + TRAILER_BYTES
     older = encode(4, LogEnd(4, b"b" * 16), b"a" * 16, locks_of(9))
     blocks = LockBlockReader(older + encoded)
-    found = blocks.block_ending_at(LogEnd(6, b"c" * 16), 1)
-    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, encoded[:8], b"\1\0")
-    assert blocks.block_ending_at(found.end_before, 1).distances == b""
+    block = blocks.block_ending_at(LogEnd(6, b"c" * 16), 1)
+    assert block == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, encoded[:8], b"\1\0")
+    assert blocks.block_ending_at(block.end_before, 1).distances == b""
 
 
 def test_blocks_are_read_backwards_to_the_first():
@@ -94,7 +94,7 @@ def test_blocks_below_a_gap_are_not_trusted():
 
 
 def test_a_search_may_stop_and_continue():
-    data = block(0, 0, 7) + b"".join(block(each, each) for each in range(1, 10))
+    data = block(0, 0, 7) + b"".join(block(number, number) for number in range(1, 10))
     blocks = LockBlockReader(data)
     assert blocks.block_ending_at(end(0), 9) is None
     assert not blocks.is_exhausted
@@ -147,9 +147,9 @@ def test_a_damaged_block_ends_the_search_after_correct_blocks(sizes, damage):
         del data[position:]
     else:
         del data[position : position + damage.draw(st.integers(1, 80))]
-    found = trusted_blocks(bytes(data), end(first - 1))
+    blocks = trusted_blocks(bytes(data), end(first - 1))
     intact_blocks = [
         (low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)
     ]
-    assert found == intact_blocks[: len(found)]
-    assert len(found) < len(intact_blocks)
+    assert blocks == intact_blocks[: len(blocks)]
+    assert len(blocks) < len(intact_blocks)

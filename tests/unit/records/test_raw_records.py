@@ -129,9 +129,9 @@ def test_a_wrong_stated_length_is_detected_despite_a_valid_crc() -> None:
     start, end = int(lengths[0]), int(lengths[:2].sum())
     for stated in (4, 6):
         body = bytearray(records[start : end - 4])
-        at = RECORD_PREFIX.size - 8
-        assert int.from_bytes(body[at : at + 4], "big") == 5
-        body[at : at + 4] = stated.to_bytes(4, "big")
+        offset = RECORD_PREFIX.size - 8
+        assert int.from_bytes(body[offset : offset + 4], "big") == 5
+        body[offset : offset + 4] = stated.to_bytes(4, "big")
         forged = records[:start] + bytes(body) + crc32(body).to_bytes(4, "big") + records[end:]
         assert raw_records.first_bad_record(forged, lengths) == 1
         assert raw_records.verified_crcs(forged, lengths, TransactionId(0)) is None
@@ -190,7 +190,7 @@ def test_lengths_round_trip(values: list[int]) -> None:
 
 
 def test_a_record_of_waltz_0_13_may_be_larger_than_one_of_this_version() -> None:
-    """Otherwise no client could read the record, and no replica could copy it."""
+    """If such a record were rejected, no client could read it, and no replica could copy it."""
     length = raw_records.RECORD_BYTES_MAX + 1
     packed = struct.pack(">i", length)
     assert raw_records.lengths_from_wire(packed, length).tolist() == [length]

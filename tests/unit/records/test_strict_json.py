@@ -102,10 +102,10 @@ def test_too_deeply_nested_values_are_not_written() -> None:
 
 
 def test_other_json_errors_are_reported_unchanged() -> None:
-    circle: list[object] = []
-    circle.append(circle)
+    cycle: list[object] = []
+    cycle.append(cycle)
     with pytest.raises(ValueError, match="Circular"):
-        to_json(circle)
+        to_json(cycle)
     with pytest.raises(TypeError, match="not JSON serializable"):
         to_json({"a": b"bytes"})
     with pytest.raises(json.JSONDecodeError, match="line 1"):

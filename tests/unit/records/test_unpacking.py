@@ -148,10 +148,10 @@ def test_a_payload_nested_too_deeply_is_reported() -> None:
 def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> None:
     fields = [pa.field("Id", pa.int32()), pa.field("s", pa.struct([("X", pa.int32())]))]
     data = pa.array([msgpack.packb({"ID": 1, "S": {"x": 2}})], pa.binary())
-    found = Unpacker(fields, "msgpack").columns(data, describe_row)
-    assert [each.to_pylist() for each in found] == [[1], [{"X": 2}]]
-    found = Unpacker(fields, "msgpack", is_case_sensitive=True).columns(data, describe_row)
-    assert [each.to_pylist() for each in found] == [[None], [None]]
+    columns = Unpacker(fields, "msgpack").columns(data, describe_row)
+    assert [column.to_pylist() for column in columns] == [[1], [{"X": 2}]]
+    columns = Unpacker(fields, "msgpack", is_case_sensitive=True).columns(data, describe_row)
+    assert [column.to_pylist() for column in columns] == [[None], [None]]
     both = pa.array([msgpack.packb({"ID": 1, "Id": 2})], pa.binary())
     assert Unpacker(fields, "msgpack").columns(both, describe_row)[0].to_pylist() == [2]
 
@@ -166,7 +166,7 @@ def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> 
 )
 def test_a_required_column_is_found_in_any_case(name, columns, expected):
     assert columns_matching(name, columns) == expected
-    fields = [pa.field(each, pa.int64()) for each in columns]
+    fields = [pa.field(column, pa.int64()) for column in columns]
     unpacker = Unpacker(fields, "json", required=[name])
     _, good = unpacker.readable_columns(pa.array([b"{}"]))
     assert good.tolist() == [not expected]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.unit.replication.bench import Bench
+from tests.unit.replication.replication_world import ReplicationWorld
 
 
 @pytest.fixture
-def bench():
-    """Return a bench of three replicas whose first session is open."""
-    opened = Bench()
+def world():
+    """Return a world of three replicas whose first session is open."""
+    opened = ReplicationWorld()
     opened.open()
     return opened

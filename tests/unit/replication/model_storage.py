@@ -1,7 +1,7 @@
 """A modeled storage: promises, appends, reads and rejections as replication sees them.
 
-It replaces the real storage in `Bench`: a few dozen records in memory, and fields
-that a test sets to any state of a disk.
+It replaces the real storage in `ReplicationWorld`. It has a few dozen records in memory, and fields
+for the state of a disk, which tests may set.
 """
 
 import struct
@@ -83,7 +83,7 @@ class ModelStorage:
         self.range_batches_max = range_batches_max
         self.fails_next_sync = False
         self.supports_archiving = True
-        self.removed = []  # the batches that only the archive has
+        self.removed = []  # removed batches, which only the archive contains
         self.announced = NO_SESSION, BEFORE_FIRST  # the session, and its archived mark
 
     # --- the log
@@ -141,7 +141,7 @@ class ModelStorage:
     # --- requests
 
     def handle(self, message):
-        """Return the answer."""
+        """Return the answer to a request."""
         try:
             return self._handle(message)
         except errors.WaltzError as error:

@@ -42,10 +42,10 @@ def test_two_disjoint_groups_are_never_both_quorums(count: int) -> None:
 
 @given(st.lists(st.integers(-1, 9), min_size=1, max_size=5), st.integers(1, 6))
 def test_a_mark_is_the_id_that_a_quorum_has_reached(marks: list[int], quorum: int) -> None:
-    found = quorum_mark([TransactionId(mark) for mark in marks], quorum)
+    reached = quorum_mark([TransactionId(mark) for mark in marks], quorum)
     if quorum > len(marks):
-        assert found is None
+        assert reached is None
     else:
-        assert found is not None
-        assert sum(mark >= found for mark in marks) >= quorum
-        assert sum(mark >= found + 1 for mark in marks) < quorum
+        assert reached is not None
+        assert sum(mark >= reached for mark in marks) >= quorum
+        assert sum(mark >= reached + 1 for mark in marks) < quorum

@@ -47,15 +47,15 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
             known_count = engaged_count - unknown_count
             for maxes in combinations_with_replacement(range(-1, 3), known_count):
                 cases += 1
-                found = decided_mark(list(maxes), unknown_count=unknown_count, quorum=quorum)
+                mark = decided_mark(list(maxes), unknown_count=unknown_count, quorum=quorum)
                 # An unknown replica may have had no records, the same records as others, or more.
                 histories = product((-1, 0, 1, 2, 99), repeat=unknown_count)
                 best = max(sorted((*maxes, *past), reverse=True)[quorum - 1] for past in histories)
-                if found is None:
+                if mark is None:
                     assert best == 99
                     assert unknown_count >= quorum
                 else:
-                    assert found == best
+                    assert mark == best
     assert cases > 3
 
 
@@ -137,7 +137,7 @@ def test_the_origin_of_a_session_follows_from_metadata_and_marker(metadata, mark
 
 def test_an_interrupted_adoption_requires_all_recorded_replicas():
     states = states_to_claim(HistoryOrigin.ADOPTED, {}, [A, B, C])
-    # Storages that an earlier claim has recorded must answer, whichever are assigned by now.
+    # Storages that an earlier claim has recorded must answer, even if others are assigned now.
     assert states_to_claim(HistoryOrigin.ADOPTED, states, [A, B]) == states
     metadata = PartitionMetadata(1, 1, states)
     assert history_origin_of(metadata, marker(MarkerState.NEW)) is HistoryOrigin.ADOPTED
@@ -177,8 +177,8 @@ def test_a_replica_of_a_later_session_than_zookeeper_reports_a_rollback():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was in sync in store session 6" in recovery.exclusion_reason(later)
-    # One that has set a mark in a session that never opened has reported nothing; what
-    # ZooKeeper has is as ever.
+    # A replica that has set a mark in a session that never opened has not reported it. Its state in
+    # ZooKeeper is unchanged.
     assert recovery.exclusion_reason(prepared(9, session=6)) is None
     assert recovery.exclusion_reason(replace(later, engaged_session=5)) is None
     # A storage outside ZooKeeper's last session cannot block the session of its members.

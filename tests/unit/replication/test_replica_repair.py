@@ -360,7 +360,7 @@ def test_only_damage_below_the_truncation_is_requested():
     replica, source = storage(*OLD, (3, [7])), storage(*OLD)
     replica.disk.damaged = {5}
     repair = repair_of(replica)
-    repair.on_damage_found([(5, 6)])  # as a storage reports adjacent records
+    repair.on_damage_found([(5, 6)])  # a storage reports adjacent records as one range
     steps = run_repair(
         repair, replica, source, RepairGoal(5, source.chain), has_source=lambda _, last: last <= 5
     )
@@ -455,7 +455,7 @@ def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
 def lose_batches(replica, first, last):
     """Replace the batches of some IDs of a replica by one reconstructed batch."""
     entries = replica.disk.entries
-    lost = [each for each in entries if first <= each.lineage.first <= last]
+    lost = [entry for entry in entries if first <= entry.lineage.first <= last]
     index = entries.index(lost[0])
     line = LineageEntry(first, last, RECONSTRUCTED, 0, b"made-up chain...")
     entries[index : index + len(lost)] = [
@@ -510,7 +510,7 @@ LONG = [*OLD, (3, [7, 8]), (3, [9])]  # IDs 0..8
 def source_with_later_start(last, *batches, archived=None):
     """Return a source whose log begins after a batch end, and the goal with the archived mark."""
     source = storage(*batches)
-    ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
+    ends = {entry.lineage.last: entry.lineage.chain for entry in source.disk.entries}
     mark = last if archived is None else archived
     goal = RepairGoal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, 0, "m"), last)
     source.remove_up_to(last)

@@ -23,7 +23,7 @@ LOCAL = dt.datetime(1913, 1, 1, 10, 0, 0, 5)  # noqa: DTZ001
 
 
 def codec(schema: object, *references: tuple[str, str]) -> AvroCodec:
-    named = tuple(NamedSchema(*each) for each in references)
+    named = tuple(NamedSchema(*reference) for reference in references)
     return AvroCodec(RegisteredSchema(7, SchemaType.AVRO, json.dumps(schema), named))
 
 
@@ -76,7 +76,7 @@ def test_encoded_values_have_the_bytes_of_the_avro_specification():
         ("double", math.inf, None),
         ("boolean", True, "01"),
         ("null", None, ""),
-        (["null", "float", "double"], 0.1, None),  # not the nearest float
+        (["null", "float", "double"], 0.1, None),  # no float has this value
         ([logical_type("int", "date"), "long", "string"], 1 << 40, None),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_schema_can_use_the_types_of_its_references():
 
 
 def record(*types: object, name: str = "R") -> dict[str, object]:
-    fields = [{"name": f"f{each}", "type": kind} for each, kind in enumerate(types)]
+    fields = [{"name": f"f{number}", "type": kind} for number, kind in enumerate(types)]
     return {"type": "record", "name": name, "fields": fields}
 
 
@@ -207,8 +207,8 @@ def nested(depth: int) -> object:
 def doubling_schema() -> object:
     """Return a schema whose size doubles with each of its types."""
     found: object = record("int", name="T0")
-    for each in range(1, 40):
-        found = record(found, f"T{each - 1}", name=f"T{each}")
+    for number in range(1, 40):
+        found = record(found, f"T{number - 1}", name=f"T{number}")
     return found
 
 
@@ -260,7 +260,7 @@ def test_internal_fastavro_keys_in_a_schema_have_no_effect():
 
 
 def test_wide_records_in_lists_are_supported():
-    fields = [pa.field(f"c{each}", pa.string()) for each in range(500)]
+    fields = [pa.field(f"c{number}", pa.string()) for number in range(500)]
     column = pa.field("rows", pa.list_(pa.struct(fields)))
     tested = codec(schema_of_columns([column]))
     value = {"rows": [{"c7": "x"}, None]}
@@ -345,7 +345,7 @@ def test_a_value_is_converted_without_loss(written, value, kind, expected):
     ("written", "value", "kind"),
     [
         ("long", 1 << 40, pa.int32()),
-        ("long", 7, pa.timestamp("us", "UTC")),  # seconds, milliseconds or anything else
+        ("long", 7, pa.timestamp("us", "UTC")),  # the unit is unknown
         ("int", 7, pa.date32()),
         (logical_type("int", "date"), dt.date(2000, 1, 1), pa.int32()),
         (logical_type("long", "timestamp-millis"), MOMENT, pa.int64()),

@@ -27,8 +27,8 @@ RING = {"id": 1, "item": "ring"}
 
 @pytest.fixture
 def registry() -> Iterator[InProcessRegistry]:
-    with run_schema_registry() as found:
-        yield found
+    with run_schema_registry() as registry:
+        yield registry
 
 
 def test_a_payload_consists_of_prefix_and_value(registry):
@@ -45,7 +45,7 @@ def test_a_schema_is_registered_once_and_requested_once(registry):
         ("POST", "/subjects/orders-value/versions"),
         ("GET", "/schemas/ids/1"),
     ]
-    # Another serializer of the process has the same schemas.
+    # All serializers of a process share the schemas.
     assert Avro(registry.url).deserialize(orders.serialize(RING)) == RING
     assert len(registry.requests) == 2
 
@@ -149,9 +149,9 @@ def test_a_missing_schema_is_requested_again_later(registry):
 
 def test_the_cache_is_limited(registry):
     cache = SchemaCache(SchemaRegistry(registry.url), SchemaType.AVRO)
-    registry.by_id = {each: {"schema": '"long"'} for each in range(SCHEMAS_MAX + 50)}
-    for each in range(SCHEMAS_MAX + 50):
-        assert cache.decode(b"\0" + each.to_bytes(4, "big") + b"\x02") == 1
+    registry.by_id = {number: {"schema": '"long"'} for number in range(SCHEMAS_MAX + 50)}
+    for number in range(SCHEMAS_MAX + 50):
+        assert cache.decode(b"\0" + number.to_bytes(4, "big") + b"\x02") == 1
     assert len(cache._codecs) == SCHEMAS_MAX
 
 
@@ -199,8 +199,8 @@ def test_a_scan_unpacks_payloads_by_the_schemas_of_their_writers(registry, clien
     registry.subjects.clear()
     other = Avro(registry.url, subject="orders-value", schema=swapped)
     client.append(other.serialize({"id": 2, "item": "pen"}), partition=0).result()
-    found = client.scan(0, schema=COLUMNS, data_format=Avro(registry.url)).read_all()
-    assert found.to_pylist() == [
+    table = client.scan(0, schema=COLUMNS, data_format=Avro(registry.url)).read_all()
+    assert table.to_pylist() == [
         {"transaction_id": 0, "id": 1, "item": "ring", "later": None},
         {"transaction_id": 1, "id": 2, "item": "pen", "later": None},
     ]
@@ -243,5 +243,5 @@ def test_the_schema_prefix_is_inside_the_encrypted_envelope(registry, tmp_path):
         (stored,) = waltz.transactions(0)
         assert b"ring" not in stored.data
         assert stored.data[:3] == b"WZE"
-        found = client.scan(0, schema=COLUMNS, data_format=orders).read_all()
-        assert found["item"].to_pylist() == ["ring"]
+        table = client.scan(0, schema=COLUMNS, data_format=orders).read_all()
+        assert table["item"].to_pylist() == ["ring"]

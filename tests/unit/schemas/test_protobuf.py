@@ -58,7 +58,9 @@ DEFAULTS = {
 
 
 def schema_of(file, *references, schema_id: int = 7) -> RegisteredSchema:
-    named = tuple(NamedSchema(each.name, encode_descriptor(each)) for each in references)
+    named = tuple(
+        NamedSchema(reference.name, encode_descriptor(reference)) for reference in references
+    )
     return RegisteredSchema(schema_id, SchemaType.PROTOBUF, encode_descriptor(file), named)
 
 
@@ -85,7 +87,7 @@ def test_the_message_indexes_are_the_path_of_the_type():
     ):
         encoded = codec(name).encode({})
         assert encoded.hex() == indexes
-        codec().decode(encoded)  # any codec of the schema reads it
+        codec().decode(encoded)  # also another codec of the schema
     with pytest.raises(BadConfig, match=r"no message type 'shop.Nothing'; it has shop.Order, "):
         codec("shop.Nothing")
 
@@ -244,10 +246,10 @@ def test_a_text_that_is_not_a_descriptor_is_an_error(text):
 def test_descriptors_that_are_not_valid_are_an_error():
     wrong_type = order_file()
     wrong_type.message_type[0].field[2].type_name = ".shop.Nothing"
-    circle = descriptor_pb2.FileDescriptorProto(name="c.proto", dependency=["c.proto"])
-    for file in (wrong_type, circle):
+    cycle = descriptor_pb2.FileDescriptorProto(name="c.proto", dependency=["c.proto"])
+    for file in (wrong_type, cycle):
         with pytest.raises(BadFormat, match="schema 7: Protobuf: "):
-            ProtobufCodec(schema_of(file, circle))
+            ProtobufCodec(schema_of(file, cycle))
     # A message with the name of a known type, and other fields.
     fake = descriptor_pb2.FileDescriptorProto(
         name="google/protobuf/timestamp.proto", package="google.protobuf", syntax="proto3"
@@ -271,8 +273,8 @@ def test_columns_are_filled_from_fields_by_name():
         pa.field("named", pa.map_(pa.int64(), pa.struct([("count", pa.int32())]))),
         pa.field("later", pa.string()),
     ]
-    found = Unpacker(fields, "protobuf", decode=tested.decode).columns(payloads, str)
-    rows = [column.to_pylist() for column in found]
+    columns = Unpacker(fields, "protobuf", decode=tested.decode).columns(payloads, str)
+    rows = [column.to_pylist() for column in columns]
     assert rows == [
         [5, 0],
         [ORDER["at"], None],

@@ -24,8 +24,8 @@ SHORT_S = 0.3
 
 @pytest.fixture
 def registry() -> Iterator[InProcessRegistry]:
-    with run_schema_registry() as found:
-        yield found
+    with run_schema_registry() as registry:
+        yield registry
 
 
 def test_schemas_are_found_by_id_and_by_version(registry):
@@ -47,11 +47,13 @@ def test_a_protobuf_schema_is_requested_as_a_descriptor(registry):
 
 def test_registering_a_known_schema_returns_its_id_and_an_incompatible_one_is_rejected(registry):
     client = SchemaRegistry(registry.url)
-    found = client.register("orders-value", AVRO, TEXT)
-    assert client.register("orders-value", AVRO, TEXT).schema_id == found.schema_id
+    schema_id = client.register("orders-value", AVRO, TEXT)
+    assert client.register("orders-value", AVRO, TEXT).schema_id == schema_id.schema_id
     nullable = json.loads(TEXT)
     nullable["fields"].append({"name": "owner", "type": ["null", "string"], "default": None})
-    assert client.register("orders-value", AVRO, json.dumps(nullable)).schema_id != found.schema_id
+    assert (
+        client.register("orders-value", AVRO, json.dumps(nullable)).schema_id != schema_id.schema_id
+    )
     needed = json.loads(TEXT)
     needed["fields"].append({"name": "price", "type": "double"})
     with pytest.raises(BadRequest, match=r"not compatible.*must be nullable"):
@@ -78,9 +80,9 @@ def test_the_number_of_references_is_limited_and_a_cycle_ends(registry):
     registry.put("self", TEXT, references=[{"name": "S", "subject": "self", "version": 1}])
     client = SchemaRegistry(registry.url)
     assert len(client.schema(1, AVRO).references) == 1
-    for each in range(REFERENCES_MAX + 1):
-        more = [{"name": "n", "subject": f"s{each + 1}", "version": 1}]
-        registry.put(f"s{each}", f'"{each}"', references=more)
+    for number in range(REFERENCES_MAX + 1):
+        more = [{"name": "n", "subject": f"s{number + 1}", "version": 1}]
+        registry.put(f"s{number}", f'"{number}"', references=more)
     with pytest.raises(BadFormat, match=f"expected at most {REFERENCES_MAX} referenced schemas"):
         client.subject_schema("s0", None, AVRO)
 

@@ -1,4 +1,4 @@
-"""The bytes of Confluent's wire format, as its documentation has them."""
+"""The bytes of Confluent's wire format, as documented by Confluent."""
 
 import pytest
 

@@ -84,16 +84,16 @@ class ServedWrites:
         return (await self._requests.enter(write, task, run)).state
 
     async def read_tasks(self, write):
-        found = await self._coordinator.writes.read_tasks(write)
-        assert (await self._requests.tasks(write)).numbers == tuple(found)
-        return found
+        tasks = await self._coordinator.writes.read_tasks(write)
+        assert (await self._requests.tasks(write)).numbers == tuple(tasks)
+        return tasks
 
     async def forget_expired(self):
         return await self._coordinator.writes.forget_expired()
 
 
 class ServedWorld(MemoryWorld):
-    """A world in which each member uses its own server."""
+    """A world in which each member sends its requests to its own server."""
 
     def __init__(self, tasks) -> None:
         super().__init__()

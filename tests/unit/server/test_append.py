@@ -212,20 +212,25 @@ def results(
 
 def answer_proof(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
-    found = [each.pending for each in outcomes if isinstance(each, ConfirmAheadOfLog)]
+    pending_rows = [
+        outcome.pending for outcome in outcomes if isinstance(outcome, ConfirmAheadOfLog)
+    ]
     answers_ahead = [
-        world.pipeline.answer_ahead_of_log(pending, is_proved=True) for pending in found
+        world.pipeline.answer_ahead_of_log(pending, is_proved=True) for pending in pending_rows
     ]
     return [
-        each for outcomes in answers_ahead for each in outcomes if isinstance(each, SendToClient)
+        outcome
+        for outcomes in answers_ahead
+        for outcome in outcomes
+        if isinstance(outcome, SendToClient)
     ]
 
 
 def error_codes(outcomes: Sequence[AppendOutcome]) -> list[int]:
     return [
-        each.message.error_code
-        for each in outcomes
-        if isinstance(each, SendToClient) and isinstance(each.message, ErrorResponse)
+        outcome.message.error_code
+        for outcome in outcomes
+        if isinstance(outcome, SendToClient) and isinstance(outcome.message, ErrorResponse)
     ]
 
 
@@ -355,7 +360,7 @@ def test_a_request_that_waits_when_its_client_mounts_again_is_rejected() -> None
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
-# --- checks at the door of the log
+# --- checks before an append enters the log
 
 
 def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
@@ -444,10 +449,10 @@ def test_rejections_are_counted_by_their_reason() -> None:
 def test_a_failed_proof_does_not_end_a_newer_mount() -> None:
     world = World()
     world.single(mark=9)
-    (found,) = [each for each in world.turn() if isinstance(each, ConfirmAheadOfLog)]
+    (effect,) = [effect for effect in world.turn() if isinstance(effect, ConfirmAheadOfLog)]
     world.mounts.begin_mount(ALICE, A, 2)
     world.mounts.finish_mount(ALICE, A)
-    world.pipeline.answer_ahead_of_log(found.pending, is_proved=False)
+    world.pipeline.answer_ahead_of_log(effect.pending, is_proved=False)
     world.single()
     assert results(world.turn()) == {}
     assert results(world.commit())
@@ -585,7 +590,7 @@ def test_large_requests_run_one_at_a_time_while_small_ones_wait() -> None:
     at_ms = world.pipeline.due_ms(4)
     assert at_ms is not None
     assert 4 < at_ms <= 4 + PAUSE_MS_MAX
-    # Small requests take their turns meanwhile.
+    # Small requests are processed meanwhile.
     world.single(BOB)
     assert len(world.turns()) == 1
     world.now_ms = at_ms
@@ -850,7 +855,7 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
 def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     follows_own_session,
 ) -> None:
-    """Otherwise the chain of the batch could differ from that of the log."""
+    """If another server had written, the chain of the batch could differ from that of the log."""
     world = World()
     for _ in range(2):
         world.single()

@@ -1,4 +1,4 @@
-"""Requests for client IDs that share a write."""
+"""Requests for client IDs share a write to ZooKeeper."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
         cancelled.cancel()
         counter.may_write.set()
     assert len({task.result() for task in tasks}) == 100
-    assert counter.writes == [1, 99]  # the second write is for all requests during the first
+    assert counter.writes == [1, 99]  # one write for all requests during the first write
     assert await queue.next_client_id() == 100
 
 

@@ -133,14 +133,16 @@ async def test_a_denied_request_reaches_no_partition_and_frees_its_slot():
     link.denied[AppendRequest] = PermissionDenied("no")
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
-    ids = [ReqId(ClientId(1), Generation(1), PartitionId(0), each) for each in range(5)]
-    link.received([AppendRequest(each, 0, (), (), (), 0, b"", 0) for each in ids])
+    ids = [ReqId(ClientId(1), Generation(1), PartitionId(0), number) for number in range(5)]
+    link.received([AppendRequest(req_id, 0, (), (), (), 0, b"", 0) for req_id in ids])
     link.is_congested = False
     link.drained()
-    await poll_until(lambda: len(link.sent) == 4)  # two at a time, since the client reads slowly
+    await poll_until(lambda: len(link.sent) == 4)  # the client reads slowly
     link.is_congested = False
     link.drained()
-    assert link.sent == [ErrorResponse(each, PermissionDenied.code, False, "no") for each in ids]
+    assert link.sent == [
+        ErrorResponse(req_id, PermissionDenied.code, False, "no") for req_id in ids
+    ]
     link.is_congested = False
     link.drained()
     flush = FlushRequest(ids[0])
@@ -227,7 +229,7 @@ async def test_a_limit_pauses_feeds_but_not_requests():
     link.is_congested = True
     link.is_over_limit = False
     link.drained()
-    assert host.events == [ConnectionCongested]  # it does not read
+    assert host.events == [ConnectionCongested]  # the client does not read
     link.is_congested = False
     link.drained()
     assert host.events == [ConnectionCongested, ConnectionDrained]
@@ -235,7 +237,7 @@ async def test_a_limit_pauses_feeds_but_not_requests():
 
 @run_on_loop
 async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_it():
-    """A commit sends a frame at once, although a wake-up for the next frame is due already."""
+    """A commit sends a frame at once, although a wake-up for the next frame is already due."""
 
     class LimitedLink(Link):
         def send(self, message) -> None:
@@ -293,18 +295,18 @@ async def test_feeds_of_a_moved_partition_do_not_count_towards_limits():
 
 @run_on_loop
 async def test_concurrent_connectivity_checks_are_shared():
-    """Each one connects to every storage, and descriptors are few."""
+    """Each check connects to every storage, and file descriptors are limited."""
     backend, links = Backend(), [Link(), Link()]
     async with asyncio.TaskGroup() as tasks:
         clients = ClientConnections(backend, LIMITS, tasks, Metrics("server"))
         ids = [ReqId(ClientId(1), Generation(0), PartitionId(0), -each) for each in (1, 2)]
         for link in links:
             clients.accept(link)
-            link.received([CheckConnectivityRequest(each) for each in ids])
+            link.received([CheckConnectivityRequest(req_id) for req_id in ids])
         await poll_until(lambda: backend.check_count)
         backend.may_end.set()
     assert backend.check_count == 1
-    answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
+    answers = [CheckConnectivityResponse(req_id, (("s:1", True),)) for req_id in ids]
     assert [link.sent for link in links] == [answers, answers]
 
 
@@ -335,7 +337,7 @@ class Expiry(ExpireRequest):
 
 @run_on_loop
 async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
-    """The outcome is found by the `id` of the request, which another request could get."""
+    """The outcome is found by Python's `id` of the request, which a later request could get."""
     backend, link, audited = Backend(), Link(), AuditedRequest()
     link.access, link.audit_request = AuditAccess(), lambda _request: audited
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
@@ -358,16 +360,16 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
 @run_on_virtual_loop
 async def test_a_connection_over_the_memory_limit_resumes_after_its_answers_drain():
     class SlowLink(Link):
-        def send(self, message) -> None:  # the system takes it later
+        def send(self, message) -> None:  # the system accepts the data later
             self.sent.append(message)
             self.write_backlog_bytes = 600 << 10
 
     backend, links = Backend(), [SlowLink(), SlowLink()]
     limits = LIMITS._replace(memory_bytes_max=1 << 20)
     clients = ClientConnections(backend, limits, None, Metrics("server"))
-    for each, link in enumerate(links):
+    for number, link in enumerate(links):
         clients.accept(link)
-        link.received([FlushRequest(ReqId(ClientId(each), Generation(1), PartitionId(0), -1))])
+        link.received([FlushRequest(ReqId(ClientId(number), Generation(1), PartitionId(0), -1))])
     for connection, message, cost_bytes in backend.host.received_requests:
         clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""How settings become limits of a server daemon, and which settings it rejects."""
+"""A server daemon derives limits from settings, and rejects invalid settings."""
 
 import asyncio
 from types import SimpleNamespace
@@ -118,7 +118,7 @@ async def test_partitions_are_handed_over_one_at_a_time_while_unowned() -> None:
         server.hosts[1].partition.is_owned = True
         del server.hosts[2]
         coordinator.may_finish.set()
-    assert [each.result() for each in request_tasks] == [True, False, False, True]
+    assert [request_task.result() for request_task in request_tasks] == [True, False, False, True]
     assert (coordinator.requested, coordinator.running_max) == ([0, 3], 1)
 
 
@@ -128,7 +128,7 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
     coordinator.may_finish.set()
     server = server_of(coordinator, 0, 1)
     assert await server._hand_over_partition(0, 1)
-    assert not await server._hand_over_partition(0, 3)  # it has returned
+    assert not await server._hand_over_partition(0, 3)  # the partition has returned
     coordinator.is_taken = False
     assert not await server._hand_over_partition(1, 1)
     assert not await server._hand_over_partition(1, 1)
@@ -177,7 +177,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
         # While the storages are queried, a command removes the preference.
         await server.prefer([], [PartitionId(0)])
         checked.set()
-        return [(str(each), True) for each in STORAGES]
+        return [(str(storage), True) for storage in STORAGES]
 
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])

@@ -1,4 +1,4 @@
-"""Appends that depend on appends in flight: what is accepted, rejected and answered."""
+"""Appends that depend on appends in flight are accepted, rejected and answered."""
 
 import zlib
 
@@ -59,17 +59,17 @@ class Authors(World):
 def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
     """Return the IDs that each author received."""
     return {
-        each.message.req_id: [
+        outcome.message.req_id: [
             record.transaction_id
-            for record in NO_PREDECESSORS.with_predecessors(each.message, -1, 0, ()).predecessors
+            for record in NO_PREDECESSORS.with_predecessors(outcome.message, -1, 0, ()).predecessors
         ]
-        for each in outcomes
-        if isinstance(each, SendToClient) and isinstance(each.message, Predecessors)
+        for outcome in outcomes
+        if isinstance(outcome, SendToClient) and isinstance(outcome.message, Predecessors)
     }
 
 
 def in_flight() -> tuple[Authors, ReqId]:
-    """One author's transaction is in flight."""
+    """A pipeline with one author's transaction in flight."""
     world = Authors()
     winner = world.follow(data=b"first")
     world.turn()
@@ -138,7 +138,7 @@ def test_gathered_appends_are_sent_after_a_pause_while_authors_wait():
     world, _ = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
-    world.follow(BOB)  # waits until the notified one has come, or does not come
+    world.follow(BOB)  # waits for the append of the notified author, or for its timeout
     world.after(0)
     assert predecessor_ids(world.turn())
     world.follow(BOB)
@@ -168,7 +168,7 @@ def test_an_independent_append_submits_the_gathered_dependent_appends():
 
 def test_predecessors_have_written_its_locks_above_its_mark():
     world = Authors()
-    world.follow(write=[COLD])  # from here on it is remembered
+    world.follow(write=[COLD])  # from now on, the table records it
     world.follow(write=[HOT])
     world.single(write=[7])
     world.single(append=[HOT])
@@ -185,7 +185,7 @@ def test_predecessors_have_written_its_locks_above_its_mark():
 def predecessor_ids_for(world: Authors, **request) -> list[int] | None:
     req_id = world.follow(BOB, **request)
     out = world.turn()
-    world.now_ms += WAIT_MS_MAX  # no author is expected back any more
+    world.now_ms += WAIT_MS_MAX  # the authors have timed out
     return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 
@@ -333,7 +333,7 @@ def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final(
 def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     world, winner = in_flight()
     world.follow(BOB, mark=0)
-    assert [type(each) for each in world.turn()] == [ConfirmAheadOfLog]
+    assert [type(effect) for effect in world.turn()] == [ConfirmAheadOfLog]
     assert list(results(world.commit())) == [winner]
     assert not world.pipeline.in_flight_bytes
 
@@ -420,8 +420,8 @@ def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     world.follow(BOB)
     (answer,) = world.turn()
     assert (answer.message.session_id, answer.message.last) == (world.session, 0)
-    (found,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
-    assert (found.req_id, found.data) == (again, b"again")
+    (predecessor,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
+    assert (predecessor.req_id, predecessor.data) == (again, b"again")
 
 
 def test_predecessors_have_the_record_of_the_admitted_row():
@@ -431,8 +431,8 @@ def test_predecessors_have_the_record_of_the_admitted_row():
     world.turns()
     world.follow(BOB, write=(COLD,))
     (answer,) = world.turn()
-    (found,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
-    assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
+    (predecessor,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
+    assert (predecessor.transaction_id, predecessor.req_id, predecessor.data) == (1, cold, b"cold")
 
 
 def test_a_connection_that_did_not_request_predecessors_gets_none():

@@ -1,4 +1,4 @@
-"""Servers that monitor each other, with real sockets."""
+"""Servers monitor each other, with real sockets."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 ME, OTHER = ServerId(1), ServerId(2)
 
 
-# Dials since the start of the test. An unwanted event would occur within a few more dials.
+# The number of dials since the start of the test. An unwanted event would occur within a few dials.
 DIALS = [0]
 SOME_DIALS = 8
 
@@ -77,7 +77,7 @@ class World:
         return await listen(WireProtocol.CLIENT, HOST, port or free_port(), self.links.append)
 
     async def reached(self) -> tuple[Listener, ServerDescriptor]:
-        """Have another server listen, and wait until it is reached."""
+        """Let another server listen, and wait until it is reached."""
         listener = await self.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
         self.detector.watch_servers(view_of(other))
@@ -210,7 +210,7 @@ async def test_dials_to_a_server_that_closes_each_connection_back_off():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(failure_detector._ServerWatch, "_pause", record_pause)
-        patched.setattr(failure_detector, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
+        patched.setattr(failure_detector, "RETRY_PAUSE_S", 60.0)  # longer than the test
         async with world() as servers:
 
             def close(link: net.Link) -> None:

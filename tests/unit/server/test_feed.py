@@ -34,7 +34,7 @@ CHAIN = Chain(b"c" * 16)
 
 
 class HeaderCache:
-    """Remembers IDs from `first` on, each as its own number in 20 bytes."""
+    """Has the IDs from `first` on; the header of each ID is the ID in 20 bytes."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -46,7 +46,7 @@ class HeaderCache:
 
 
 def headers(first: int, last: int) -> bytes:
-    return b"".join(each.to_bytes(FEED_HEADER_BYTES, "big") for each in range(first, last + 1))
+    return b"".join(number.to_bytes(FEED_HEADER_BYTES, "big") for number in range(first, last + 1))
 
 
 def feed(mark: int, *, cached_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
@@ -97,115 +97,115 @@ def deliver_all(each: Feed) -> list[object]:
 
 
 def test_a_large_lag_is_sent_in_frames_and_turns() -> None:
-    each = feed(24)
-    mount(each, 1, -1, 24)
-    assert frames(list(each.deliver()), 1) == [(0, 10)]
-    rest = deliver_all(each)
+    machine = feed(24)
+    mount(machine, 1, -1, 24)
+    assert frames(list(machine.deliver()), 1) == [(0, 10)]
+    rest = deliver_all(machine)
     assert frames(rest, 1) == [(10, 10), (20, 5)]
     assert isinstance(rest[-1], MountCaughtUp)
-    assert deliver_all(each) == []
+    assert deliver_all(machine) == []
 
 
 def test_a_mount_at_the_mark_needs_no_feed_frame() -> None:
-    each = feed(24)
-    mount(each, 1, 24, 24)
-    assert [type(outcome) for outcome in deliver_all(each)] == [MountCaughtUp]
+    machine = feed(24)
+    mount(machine, 1, 24, 24)
+    assert [type(outcome) for outcome in deliver_all(machine)] == [MountCaughtUp]
 
 
 def test_the_feed_of_a_mount_ends_at_the_requested_id() -> None:
-    each = feed(4)
-    mount(each, 1, -1, 4)
-    each.on_mark_advanced(SessionId(1), TransactionId(9))
-    assert frames(deliver_all(each), 1) == [(0, 5)]
-    assert grant(each, 1, 4)
-    assert frames(deliver_all(each), 1) == [(5, 5)]
+    machine = feed(4)
+    mount(machine, 1, -1, 4)
+    machine.on_mark_advanced(SessionId(1), TransactionId(9))
+    assert frames(deliver_all(machine), 1) == [(0, 5)]
+    assert grant(machine, 1, 4)
+    assert frames(deliver_all(machine), 1) == [(5, 5)]
 
 
 def test_a_grant_covers_its_minimum_and_is_answered_at_its_end() -> None:
-    each = feed(1, grant=4)
-    mount(each, 1, 1, 1)
-    deliver_all(each)
-    assert grant(each, 1, 1)
-    assert not grant(each, 1, 1)
-    each.on_mark_advanced(SessionId(2), TransactionId(9))
-    out = deliver_all(each)
+    machine = feed(1, grant=4)
+    mount(machine, 1, 1, 1)
+    deliver_all(machine)
+    assert grant(machine, 1, 1)
+    assert not grant(machine, 1, 1)
+    machine.on_mark_advanced(SessionId(2), TransactionId(9))
+    out = deliver_all(machine)
     assert frames(out, 1) == [(2, 4)]
     assert out[-1] == SendToClient(ConnectionId(1), FeedSuspended(req_id(1)), 60)
-    # If the mark is far ahead, a grant reaches up to it.
-    assert grant(each, 1, 1)
-    assert frames(deliver_all(each), 1) == [(2, 8)]
+    # If the mark is far ahead, a feed request may reach up to it.
+    assert grant(machine, 1, 1)
+    assert frames(deliver_all(machine), 1) == [(2, 8)]
 
 
 def test_feeds_of_many_clients_are_served_round_robin() -> None:
-    each = feed(0)
+    machine = feed(0)
     clients = range(1, FRAMES_PER_TURN_MAX + 11)
     for client in clients:
-        mount(each, client, -1, 0)
-    first = list(each.deliver())
+        mount(machine, client, -1, 0)
+    first = list(machine.deliver())
     served = [client for client in clients if frames(first, client)]
     assert len(served) == FRAMES_PER_TURN_MAX
-    second = deliver_all(each)
+    second = deliver_all(machine)
     assert sorted(served + [client for client in clients if frames(second, client)]) == list(
         clients
     )
 
 
 def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
-    each = feed(-1)
+    machine = feed(-1)
     for _ in range(2):
-        mount(each, 1, -1, -1)
-        deliver_all(each)
-        assert grant(each, 1, -1)
-        each.on_connection_congested(ConnectionId(1))
-        each.close(ConnectionId(1))
-    mount(each, 1, -1, -1)
-    deliver_all(each)
-    assert grant(each, 1, -1)
-    each.on_mark_advanced(SessionId(1), TransactionId(0))
-    assert frames(deliver_all(each), 1) == [(0, 1)]
+        mount(machine, 1, -1, -1)
+        deliver_all(machine)
+        assert grant(machine, 1, -1)
+        machine.on_connection_congested(ConnectionId(1))
+        machine.close(ConnectionId(1))
+    mount(machine, 1, -1, -1)
+    deliver_all(machine)
+    assert grant(machine, 1, -1)
+    machine.on_mark_advanced(SessionId(1), TransactionId(0))
+    assert frames(deliver_all(machine), 1) == [(0, 1)]
 
 
 def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
-    each = feed(24)
-    assert each.lag_max() == 0
-    mount(each, 1, 20, 24)
-    mount(each, 2, 4, 24)
-    assert each.lag_max() == 20
-    deliver_all(each)
-    assert each.lag_max() == 0
+    machine = feed(24)
+    assert machine.lag_max() == 0
+    mount(machine, 1, 20, 24)
+    mount(machine, 2, 4, 24)
+    assert machine.lag_max() == 20
+    deliver_all(machine)
+    assert machine.lag_max() == 0
     # A client that stops requesting lags until it disconnects.
-    assert grant(each, 1, 24)
-    each.on_mark_advanced(SessionId(1), TransactionId(30))
-    deliver_all(each)
-    assert each.lag_max() == 6
-    each.close(ConnectionId(2))
-    assert each.lag_max() == 0
+    assert grant(machine, 1, 24)
+    machine.on_mark_advanced(SessionId(1), TransactionId(30))
+    deliver_all(machine)
+    assert machine.lag_max() == 6
+    machine.close(ConnectionId(2))
+    assert machine.lag_max() == 0
 
 
 def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None:
-    each = feed(30, cached_from=20)
+    machine = feed(30, cached_from=20)
     for client in (1, 2):
-        mount(each, client, 4, 30)
-    out = each.deliver()
+        mount(machine, client, 4, 30)
+    out = machine.deliver()
     assert out == [FetchHeaders(TransactionId(5), TransactionId(14))]
-    assert deliver_all(each) == []
-    got = list(
-        each.on_headers_fetched(
+    assert deliver_all(machine) == []
+    delivered = list(
+        machine.on_headers_fetched(
             FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)
         )
     )
-    assert frames(got, 1) == frames(got, 2) == [(5, 10)]
-    (fetch,) = [outcome for outcome in deliver_all(each) if isinstance(outcome, FetchHeaders)]
+    assert frames(delivered, 1) == frames(delivered, 2) == [(5, 10)]
+    (fetch,) = [outcome for outcome in deliver_all(machine) if isinstance(outcome, FetchHeaders)]
     assert fetch.first == 15
 
 
 @pytest.mark.parametrize("chain_at", [6, 7, 9])
 def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
-    each = feed(30, cached_from=20)
-    mount(each, 1, 4, 6)
-    each.deliver()
+    machine = feed(30, cached_from=20)
+    mount(machine, 1, 4, 6)
+    machine.deliver()
     feed_headers = FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
-    (frame, reached) = each.on_headers_fetched(feed_headers)
+    (frame, reached) = machine.on_headers_fetched(feed_headers)
     assert isinstance(frame, SendToClient)
     assert isinstance(frame.message, FeedBatch)
     expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
@@ -215,28 +215,28 @@ def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
 
 
 def test_an_answer_for_a_disconnected_client_is_dropped() -> None:
-    each = feed(30, cached_from=20)
-    mount(each, 1, 4, 30)
-    each.deliver()
-    each.close(ConnectionId(1))
-    assert each.on_headers_fetched(FeedHeaders(TransactionId(5), headers(5, 14))) == []
-    assert each.count == 0
+    machine = feed(30, cached_from=20)
+    mount(machine, 1, 4, 30)
+    machine.deliver()
+    machine.close(ConnectionId(1))
+    assert machine.on_headers_fetched(FeedHeaders(TransactionId(5), headers(5, 14))) == []
+    assert machine.count == 0
 
 
 def test_abandoning_returns_the_waiting_requests() -> None:
-    each = feed(4)
-    mount(each, 1, -1, 4)
-    mount(each, 2, 4, 4)
-    mount(each, 3, 4, 4)
-    each.on_connection_congested(ConnectionId(1))
-    deliver_all(each)
-    assert grant(each, 3, 4)
-    waiting = each.abandon()
+    machine = feed(4)
+    mount(machine, 1, -1, 4)
+    mount(machine, 2, 4, 4)
+    mount(machine, 3, 4, 4)
+    machine.on_connection_congested(ConnectionId(1))
+    deliver_all(machine)
+    assert grant(machine, 3, 4)
+    waiting = machine.abandon()
     assert [type(request.message) for request in waiting] == [MountRequest, FeedRequest]
     assert [request.connection for request in waiting] == [1, 3]
-    assert each.count == 0
-    each.on_mark_advanced(SessionId(2), TransactionId(9))
-    assert deliver_all(each) == []
+    assert machine.count == 0
+    machine.on_mark_advanced(SessionId(2), TransactionId(9))
+    assert deliver_all(machine) == []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -251,30 +251,30 @@ def mount_with_filter(each: Feed, client: int, mark: int, until: int, *values: i
 
 def filtered_frames(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
     """Return first ID, count, headers and offsets of each frame."""
-    messages = [each.message for each in outcomes if isinstance(each, SendToClient)]
+    messages = [outcome.message for outcome in outcomes if isinstance(outcome, SendToClient)]
     return [
         (
-            each.first,
-            each.count,
+            message.first,
+            message.count,
             [
-                int.from_bytes(each.headers[at : at + 20], "big")
-                for at in range(0, len(each.headers), 20)
+                int.from_bytes(message.headers[offset : offset + 20], "big")
+                for offset in range(0, len(message.headers), 20)
             ],
-            bytes(each.picked),
+            bytes(message.picked),
         )
-        for each in messages
-        if isinstance(each, FeedBatch)
+        for message in messages
+        if isinstance(message, FeedBatch)
     ]
 
 
 def offsets(*values: int) -> bytes:
-    return b"".join(each.to_bytes(4, "big") for each in values)
+    return b"".join(value.to_bytes(4, "big") for value in values)
 
 
 def test_a_filtered_feed_omits_headers_and_still_covers_all_ids() -> None:
-    each = feed(24)
-    mount_with_filter(each, 1, -1, 24, 3, 5, 23)
-    sent = deliver_all(each)
+    machine = feed(24)
+    mount_with_filter(machine, 1, -1, 24, 3, 5, 23)
+    sent = deliver_all(machine)
     assert filtered_frames(sent) == [
         (0, 10, [3, 5], offsets(3, 5)),
         (10, 10, [], b""),
@@ -284,23 +284,27 @@ def test_a_filtered_feed_omits_headers_and_still_covers_all_ids() -> None:
 
 
 def test_a_batch_that_passes_the_filter_is_sent_unchanged() -> None:
-    each = feed(4)
-    mount_with_filter(each, 1, 1, 4, 2, 3, 4, 99)
-    assert filtered_frames(deliver_all(each)) == [(2, 3, [2, 3, 4], b"")]
+    machine = feed(4)
+    mount_with_filter(machine, 1, 1, 4, 2, 3, 4, 99)
+    assert filtered_frames(deliver_all(machine)) == [(2, 3, [2, 3, 4], b"")]
 
 
 def test_filters_of_two_clients_are_independent() -> None:
-    each = feed(9)
-    mount_with_filter(each, 1, -1, 9, 3)
-    mount_with_filter(each, 2, -1, 9, 4)
-    mount(each, 3, -1, 9)
-    assert [len(found[2]) for found in filtered_frames(deliver_all(each))] == [1, 1, 10]
+    machine = feed(9)
+    mount_with_filter(machine, 1, -1, 9, 3)
+    mount_with_filter(machine, 2, -1, 9, 4)
+    mount(machine, 3, -1, 9)
+    assert [len(frame[2]) for frame in filtered_frames(deliver_all(machine))] == [
+        1,
+        1,
+        10,
+    ]
 
 
 def test_a_feed_request_continues_a_filtered_feed() -> None:
-    each = feed(4)
-    mount_with_filter(each, 1, 4, 4, 7)
-    deliver_all(each)
-    assert grant(each, 1, 4)
-    each.on_mark_advanced(SessionId(1), TransactionId(9))
-    assert filtered_frames(deliver_all(each)) == [(5, 5, [7], offsets(2))]
+    machine = feed(4)
+    mount_with_filter(machine, 1, 4, 4, 7)
+    deliver_all(machine)
+    assert grant(machine, 1, 4)
+    machine.on_mark_advanced(SessionId(1), TransactionId(9))
+    assert filtered_frames(deliver_all(machine)) == [(5, 5, [7], offsets(2))]

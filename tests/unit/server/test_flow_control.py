@@ -50,117 +50,117 @@ def batch(size: int) -> AppendBatch:
 
 
 def test_requests_over_the_count_limit_wait_and_pause_reading() -> None:
-    each = flow(count=2)
-    each.receive(A, [FlushRequest(REQ)] * 3)
-    assert len(each.admit(A)) == 2
-    assert not each.may_read(A)
-    assert each.may_read(B)
-    each.on_answered(A, OVERHEAD)
-    assert len(each.admit(A)) == 1
-    assert each.may_read(A)
-    assert each.in_flight_count(A) == 2
+    machine = flow(count=2)
+    machine.receive(A, [FlushRequest(REQ)] * 3)
+    assert len(machine.admit(A)) == 2
+    assert not machine.may_read(A)
+    assert machine.may_read(B)
+    machine.on_answered(A, OVERHEAD)
+    assert len(machine.admit(A)) == 1
+    assert machine.may_read(A)
+    assert machine.in_flight_count(A) == 2
 
 
 def test_requests_over_the_byte_limit_wait() -> None:
-    each = flow(in_flight_bytes=1_000)
-    each.receive(A, [batch(800), batch(800), batch(800)])
-    (first,) = each.admit(A)
+    machine = flow(in_flight_bytes=1_000)
+    machine.receive(A, [batch(800), batch(800), batch(800)])
+    (first,) = machine.admit(A)
     assert first.cost_bytes == 800 + OVERHEAD
-    assert each.admit(A) == []
-    each.on_answered(A, first.cost_bytes)
-    assert len(each.admit(A)) == 1
+    assert machine.admit(A) == []
+    machine.on_answered(A, first.cost_bytes)
+    assert len(machine.admit(A)) == 1
 
 
 def test_a_range_is_charged_for_its_answer_up_to_half_of_the_limit() -> None:
-    each = flow(in_flight_bytes=40_000)
+    machine = flow(in_flight_bytes=40_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
-    each.receive(A, [ask] * 3)
-    first, second = each.admit(A)
+    machine.receive(A, [ask] * 3)
+    first, second = machine.admit(A)
     assert first.cost_bytes == 10_000 + OVERHEAD
-    assert each.admit(A) == []
-    each.on_answered(A, second.cost_bytes)
-    assert len(each.admit(A)) == 1
+    assert machine.admit(A) == []
+    machine.on_answered(A, second.cost_bytes)
+    assert len(machine.admit(A)) == 1
 
 
 def test_over_the_memory_limit_a_connection_has_one_read_in_progress() -> None:
-    each = flow(in_flight_bytes=80_000, memory_bytes=25_000)
+    machine = flow(in_flight_bytes=80_000, memory_bytes=25_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
-    each.receive(A, [ask] * 5)
-    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last one is over the limit"
-    each.receive(B, [ask] * 5)
-    (first,) = each.admit(B)
-    assert each.admit(B) == []
-    each.on_answered(B, first.cost_bytes)
-    (second,) = each.admit(B)
-    each.receive(C, [batch(10), batch(10), TransactionDataRequest(REQ, 7)])
-    assert len(each.admit(C)) == 2, "their partitions reject appends"
-    each.close(A)
-    assert len(each.admit(C)) == 1
-    each.on_answered(B, second.cost_bytes)
-    assert len(each.admit(B)) > 1
+    machine.receive(A, [ask] * 5)
+    assert len(machine.admit(A)) == 3, "each has 10,000 bytes, and the last one is over the limit"
+    machine.receive(B, [ask] * 5)
+    (first,) = machine.admit(B)
+    assert machine.admit(B) == []
+    machine.on_answered(B, first.cost_bytes)
+    (second,) = machine.admit(B)
+    machine.receive(C, [batch(10), batch(10), TransactionDataRequest(REQ, 7)])
+    assert len(machine.admit(C)) == 2, "their partitions reject appends"
+    machine.close(A)
+    assert len(machine.admit(C)) == 1
+    machine.on_answered(B, second.cost_bytes)
+    assert len(machine.admit(B)) > 1
 
 
 def test_over_the_memory_limit_an_open_feed_request_does_not_stop_a_read() -> None:
-    each = flow(memory_bytes=2_000)
-    each.receive(A, [FeedRequest(REQ, -1)])
-    each.admit(A)
-    each.receive(B, [batch(4_000)])
-    each.admit(B)
-    each.receive(A, [TransactionDataRequest(REQ, 7), TransactionDataRequest(REQ, 8)])
-    (read,) = each.admit(A)
-    each.on_answered(A, read.cost_bytes)
-    assert len(each.admit(A)) == 1
+    machine = flow(memory_bytes=2_000)
+    machine.receive(A, [FeedRequest(REQ, -1)])
+    machine.admit(A)
+    machine.receive(B, [batch(4_000)])
+    machine.admit(B)
+    machine.receive(A, [TransactionDataRequest(REQ, 7), TransactionDataRequest(REQ, 8)])
+    (read,) = machine.admit(A)
+    machine.on_answered(A, read.cost_bytes)
+    assert len(machine.admit(A)) == 1
 
 
 def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
-    each = flow()
-    each.note_backlog(A, 5_000, is_congested=True)
-    each.receive(A, [batch(10)])
-    assert each.admit(A) == []
-    each.note_backlog(A, 10, is_congested=False)
-    assert len(each.admit(A)) == 1
+    machine = flow()
+    machine.note_backlog(A, 5_000, is_congested=True)
+    machine.receive(A, [batch(10)])
+    assert machine.admit(A) == []
+    machine.note_backlog(A, 10, is_congested=False)
+    assert len(machine.admit(A)) == 1
 
 
 def test_admitted_bytes_are_counted_and_released() -> None:
-    each = flow(count=1)
-    each.receive(A, [batch(100), batch(100)])
-    each.admit(A)
-    each.note_backlog(A, 77, is_congested=False)
-    assert each.memory_bytes == 2 * (100 + OVERHEAD) + 77
-    each.on_answered(A, 100 + OVERHEAD)
-    assert each.memory_bytes == 100 + OVERHEAD + 77
-    each.close(A)
-    assert each.memory_bytes == 0
-    each.on_answered(A, 100 + OVERHEAD)
-    each.note_backlog(A, 1, is_congested=False)
-    assert each.admit(A) == []
-    assert each.memory_bytes == 0
+    machine = flow(count=1)
+    machine.receive(A, [batch(100), batch(100)])
+    machine.admit(A)
+    machine.note_backlog(A, 77, is_congested=False)
+    assert machine.memory_bytes == 2 * (100 + OVERHEAD) + 77
+    machine.on_answered(A, 100 + OVERHEAD)
+    assert machine.memory_bytes == 100 + OVERHEAD + 77
+    machine.close(A)
+    assert machine.memory_bytes == 0
+    machine.on_answered(A, 100 + OVERHEAD)
+    machine.note_backlog(A, 1, is_congested=False)
+    assert machine.admit(A) == []
+    assert machine.memory_bytes == 0
 
 
 def test_over_the_memory_limit_the_largest_connection_is_paused() -> None:
-    each = flow(memory_bytes=10_000)
-    each.receive(A, [batch(6_000)])
-    each.receive(B, [batch(3_000)])
-    each.admit(A)
-    each.admit(B)
-    assert each.balance() == [A]
-    assert not each.may_read(A)
-    assert each.may_read(B)
-    assert each.balance() == []
-    each.on_answered(B, 3_000 + OVERHEAD)
-    assert each.balance() == [A]
-    assert each.may_read(A)
+    machine = flow(memory_bytes=10_000)
+    machine.receive(A, [batch(6_000)])
+    machine.receive(B, [batch(3_000)])
+    machine.admit(A)
+    machine.admit(B)
+    assert machine.balance() == [A]
+    assert not machine.may_read(A)
+    assert machine.may_read(B)
+    assert machine.balance() == []
+    machine.on_answered(B, 3_000 + OVERHEAD)
+    assert machine.balance() == [A]
+    assert machine.may_read(A)
 
 
 def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
-    each = flow(memory_bytes=4_000)
-    each.receive(A, [batch(3_000)])
-    each.receive(B, [batch(4_000)])
-    each.receive(C, [batch(100)])
-    assert each.balance() == [B, A]
-    assert each.may_read(C) is False  # a request of C is waiting
-    each.admit(C)
-    assert each.may_read(C)
+    machine = flow(memory_bytes=4_000)
+    machine.receive(A, [batch(3_000)])
+    machine.receive(B, [batch(4_000)])
+    machine.receive(C, [batch(100)])
+    assert machine.balance() == [B, A]
+    assert machine.may_read(C) is False  # a request of C is waiting
+    machine.admit(C)
+    assert machine.may_read(C)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
     ],
 )
 def test_compressed_numbers_are_charged_with_their_full_size(request_of) -> None:
-    """As Python numbers, a frame of 256 KiB takes ten times as much memory."""
-    each = flow(in_flight_bytes=1 << 20)
-    each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
-    (first,) = each.admit(A)
+    """Decoded to Python numbers, a frame of 256 KiB takes ten times as much memory."""
+    machine = flow(in_flight_bytes=1 << 20)
+    machine.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
+    (first,) = machine.admit(A)
     answer_bytes = first.cost_bytes - (OVERHEAD + ENTRIES_MAX * NUMBER_BYTES)
     assert answer_bytes in (0, 1)
-    assert not each.may_read(A)
+    assert not machine.may_read(A)
 
 
 SIZED = {
@@ -194,13 +194,17 @@ SIZED = {
 
 @pytest.mark.parametrize(
     "request_class",
-    [each for each in message_classes(WireProtocol.CLIENT) if each.requires is not ANSWER],
+    [
+        message_class
+        for message_class in message_classes(WireProtocol.CLIENT)
+        if message_class.requires is not ANSWER
+    ],
     ids=lambda each: each.__name__,
 )
 def test_every_request_is_charged_for_all_its_fields(request_class) -> None:
     """A request may wait for a long time, and the peer chooses its size."""
     hints = get_type_hints(request_class, include_extras=True)
-    kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}
+    kinds = {field.name: hints[field.name].__metadata__[0] for field in fields(request_class)}
     large = {name: SIZED[kind] for name, kind in kinds.items() if kind in SIZED}
     each = flow()
     each.receive(A, [sample_message(request_class, 0, **large)])

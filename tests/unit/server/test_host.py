@@ -1,4 +1,4 @@
-"""The metrics of a partition, and when a server owns it again."""
+"""The metrics of a partition, and the renewal of its ownership."""
 
 from math import isnan
 from random import Random
@@ -62,7 +62,7 @@ async def test_the_archive_lag_is_exported_if_an_archive_is_used() -> None:
 
     def metric_values() -> list[float]:
         shown.publish(PartitionId(0), world.partition, metrics)
-        return [metrics.value(f"waltz_server_{each}", partition=0) for each in names]
+        return [metrics.value(f"waltz_server_{name}", partition=0) for name in names]
 
     world.open()
     metric_values()
@@ -199,7 +199,7 @@ def new_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
 
 @run_on_loop
 async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
-    """The partition lost its storages in the pause; a store without storages ends the process."""
+    """The partition lost its storages in the pause. A store without storages would crash."""
     host, partition, failures = new_host()
     host.assign(Generation(1), ())
     host._retake_ownership()

@@ -1,4 +1,4 @@
-"""Fair queueing by bytes: turns, order within a lane, and no accumulation of turns."""
+"""Fair queueing by bytes: turns, order within a lane, and no credit for idle time."""
 
 import random
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ def test_small_requests_pass_large_ones_that_wait() -> None:
         lanes.push(item(2, name, 2_000))
     names = [each.name for _ in range(2) if (each := lanes.take(with_large=False))]
     assert names == ["b0", "b1"]
-    # The turn of the lane is overdue, and no request of the same lane passes the large request.
+    # The turn of the lane is overdue, and no request of this lane overtakes the large request.
     assert take_all(lanes) == ["large", "behind", "b2"]
 
 

@@ -1,4 +1,4 @@
-"""When large batches may start: at once, or one at a time with pauses for small ones."""
+"""Large batches start at once, or one at a time with pauses for small requests."""
 
 import pytest
 
@@ -169,7 +169,7 @@ def throttle_after_flood(for_ms: int) -> LargeBatchThrottle:
             throttle.on_large_batch_started(FLOOD, start_ms)
             throttle.on_large_batch_finished(start_ms, start_ms)
         throttle.on_small_request_started(MODEST, start_ms)
-        throttle.on_small_request_finished(start_ms + 1, start_ms + 10)  # it met no piece
+        throttle.on_small_request_finished(start_ms + 1, start_ms + 10)  # no piece was in flight
     throttle.on_large_batch_started(FLOOD, 60_110 + for_ms)
     return throttle
 

@@ -1,4 +1,4 @@
-"""Proofs of the high-water mark: which requests share one, and for how long it is fresh."""
+"""Proofs of the high-water mark: how requests share them, and how long they are valid."""
 
 from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import ProveMark

@@ -9,7 +9,7 @@ HOT, COLD = 5, 6
 
 
 def contended_lock(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
-    """One transaction with the hot lock was committed, and the given number was rejected for it."""
+    """Commit one transaction with the hot lock, and reject the given number because of it."""
     world = World()
     world.single(write=[HOT])
     world.turn()
@@ -21,7 +21,7 @@ def contended_lock(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, d
 
 
 def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
-    """Commit a writer's transaction with a lock; return those notified after the commit."""
+    """Commit a writer's transaction with a lock; return the writers notified after the commit."""
     world.single(mark=mark, write=[lock])
     world.turn()
     return results(world.commit())
@@ -88,7 +88,7 @@ def test_slower_commits_give_waiting_writers_more_time() -> None:
     assert rejected[1] in results(world.commit())
     before_ms = world.now_ms
     answered: dict = {}
-    while not answered:  # The first check handles what was already due.
+    while not answered:  # The first check handles the notifications that were already due.
         answered = results(world.turn_when_paced())
     assert list(answered) == [rejected[2]]
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
@@ -140,7 +140,7 @@ def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() 
 def test_a_writer_with_an_old_mark_is_answered_at_once() -> None:
     world, _, _ = contended_lock(losers=3)
     world.single(mark=0, write=[COLD])
-    world.turn()  # something is in flight, and others are held back
+    world.turn()  # one append is in flight, the others wait
     stale = world.single(BOB, mark=BEFORE_FIRST, write=[HOT])
     assert list(results(world.turn())) == [stale]
 
@@ -170,14 +170,14 @@ def test_a_disconnected_writer_does_not_delay_others() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
-    gone = [world.single(BOB, write=[HOT]) for _ in range(2)]
+    expired = [world.single(BOB, write=[HOT]) for _ in range(2)]
     committed = world.single(ALICE, write=[HOT])
     world.turn()
     world.mounts.on_connection_closed(B)
     world.pipeline.close(B)
     answered = results(world.commit())
     assert committed in answered
-    assert set(gone) <= answered.keys(), "rejections without a client are removed at once"
+    assert set(expired) <= answered.keys(), "rejections without a client are removed at once"
     assert world.pipeline.due_ms(world.now_ms) is None
 
 

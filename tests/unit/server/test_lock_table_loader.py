@@ -1,4 +1,4 @@
-"""The lock table of a new owner is loaded from storages, and when appends continue."""
+"""A new owner loads its lock table from storages, before or while appends continue."""
 
 import struct
 
@@ -35,7 +35,7 @@ def block(last: int, *locks: int, first: int | None = None, history: int = 0) ->
 
 
 def blocks(first: int, last: int) -> bytes:
-    return b"".join(block(each) for each in range(first, last + 1))
+    return b"".join(block(number) for number in range(first, last + 1))
 
 
 class World:
@@ -49,8 +49,8 @@ class World:
         self.reports: list[Report] = []
 
     def take(self, outcomes: list[Fetch | Report]) -> None:
-        for each in outcomes:
-            (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
+        for outcome in outcomes:
+            (self.fetches if isinstance(outcome, Fetch) else self.reports).append(outcome)  # type: ignore[arg-type]
 
     def query_locks(self, session: int = SESSION, *, must_hold_appends: bool = True) -> None:
         self.take(
@@ -76,7 +76,7 @@ class World:
         return count
 
     def estimates_of_writers(self, *ids: int) -> list[int]:
-        return [self.table.estimate(1_000 + each) for each in ids]
+        return [self.table.estimate(1_000 + transaction_id) for transaction_id in ids]
 
 
 def test_one_replica_with_all_blocks_fills_the_lock_table() -> None:
@@ -162,7 +162,7 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
     world.answer(blocks(0, 9))
     world.run()
     assert world.estimates_of_writers(0, 3, 5, 6) == [0, 3, 5, 6]
-    assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
+    assert [fetch.replica for fetch in world.fetches] == list(REPLICAS[:2])
 
 
 def test_locks_written_during_the_refill_are_kept() -> None:
@@ -197,11 +197,11 @@ def test_a_failed_replica_is_queried_again_later() -> None:
     world.query_locks()
     for _ in REPLICAS:
         world.fail()
-    assert [each.replica for each in world.fetches] == list(REPLICAS)
+    assert [fetch.replica for fetch in world.fetches] == list(REPLICAS)
     assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + RETRY_MS
     world.now_ms += RETRY_MS
     world.run()
-    assert [each.replica for each in world.fetches] == [*REPLICAS, REPLICAS[0]]
+    assert [fetch.replica for fetch in world.fetches] == [*REPLICAS, REPLICAS[0]]
     world.answer(blocks(0, MARK))
     world.run()
     assert world.lock_loader.floor == -1
@@ -244,7 +244,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
         world.answer(data)
         world.run()
     assert world.lock_loader.floor == 5
-    # The first replica was queried at another floor, the other two have no blocks at this one.
+    # The first replica was queried at another floor. The other two have no blocks at this floor.
     world.lock_loader.stop()
     world.query_locks(SESSION + 1, must_hold_appends=False)
     assert [each.replica for each in world.fetches[3:]] == [REPLICAS[0]]
@@ -257,7 +257,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
         assert world.lock_loader.due_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
-    # After another owner had the log, all locks are unknown again.
+    # After another owner has written to the log, all locks are unknown again.
     world.lock_loader.begin(world.table, end(MARK))
     world.query_locks(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]
@@ -278,7 +278,7 @@ def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
     world.query_locks(SESSION + 1, must_hold_appends=False)
     world.answer(b"")
     world.run()
-    assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])
+    assert [fetch.replica for fetch in world.fetches[3:]] == list(REPLICAS[:2])
 
 
 def test_requests_without_an_answer_are_limited() -> None:

@@ -49,18 +49,18 @@ def table_at(mark: int) -> LockTable:
 def test_a_lock_is_accepted_if_its_estimate_is_at_most_the_mark() -> None:
     table = table_at(5)
     assert validate(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
-    found = validate(table, {"w": [2]}, mark=4, high=9)
-    assert found.ids.tolist() == [REJECTED]
-    assert found.conflicts.tolist() == [5]
-    assert not found.pending.any()
+    verdicts = validate(table, {"w": [2]}, mark=4, high=9)
+    assert verdicts.ids.tolist() == [REJECTED]
+    assert verdicts.conflicts.tolist() == [5]
+    assert not verdicts.pending.any()
 
 
 @pytest.mark.parametrize("kind", ["w", "r"])
 def test_write_and_read_locks_are_compared(kind: str) -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, next_id=1)
-    found = validate(table, {kind: [1]}, mark=0, high=1)
-    assert found.conflicts.tolist() == [1]
+    verdicts = validate(table, {kind: [1]}, mark=0, high=1)
+    assert verdicts.conflicts.tolist() == [1]
 
 
 @pytest.mark.parametrize(("kind", "enters"), [("w", True), ("a", True), ("r", False)])
@@ -74,46 +74,46 @@ def test_write_and_append_locks_are_entered_and_read_locks_are_not(kind: str, en
 def test_a_row_reports_its_highest_conflict() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
-    found = validate(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)
-    assert found.conflicts.tolist() == [3]
+    verdicts = validate(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)
+    assert verdicts.conflicts.tolist() == [3]
 
 
 def test_ineligible_rows_do_not_change_the_lock_table() -> None:
     table = table_at(0)
-    found = validate(
+    verdicts = validate(
         table, {"w": [1]}, {"w": [1]}, {"w": [9]}, mark=[0, 0, 99], eligible=[False, True, False]
     )
-    assert found.ids.tolist() == [REJECTED, 1, REJECTED]
-    assert not found.ahead.any()
+    assert verdicts.ids.tolist() == [REJECTED, 1, REJECTED]
+    assert not verdicts.ahead.any()
     assert table.estimate(9) == 0
 
 
 def test_a_conflict_in_flight_is_pending_and_one_in_the_log_is_not() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
-    found = validate(table, {"w": [1]}, {"w": [2]}, mark=0, high=1, next_id=3)
-    assert found.conflicts.tolist() == [1, 2]
-    assert found.pending.tolist() == [False, True]
+    verdicts = validate(table, {"w": [1]}, {"w": [2]}, mark=0, high=1, next_id=3)
+    assert verdicts.conflicts.tolist() == [1, 2]
+    assert verdicts.pending.tolist() == [False, True]
 
 
 def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
-    found = validate(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
-    assert found.ids.tolist() == [1, REJECTED, REJECTED, 2, 3]
-    assert found.conflicts.tolist() == [NO_CONFLICT, 1, 1, NO_CONFLICT, NO_CONFLICT]
-    assert found.pending.tolist() == [False, True, True, False, False]
+    verdicts = validate(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
+    assert verdicts.ids.tolist() == [1, REJECTED, REJECTED, 2, 3]
+    assert verdicts.conflicts.tolist() == [NO_CONFLICT, 1, 1, NO_CONFLICT, NO_CONFLICT]
+    assert verdicts.pending.tolist() == [False, True, True, False, False]
 
 
 def test_a_rejected_row_of_a_batch_blocks_no_append() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, high=0, next_id=1)
-    found = validate(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
-    assert found.ids.tolist() == [REJECTED, 2, REJECTED]
-    assert found.conflicts.tolist() == [1, NO_CONFLICT, 2]
+    verdicts = validate(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
+    assert verdicts.ids.tolist() == [REJECTED, 2, REJECTED]
+    assert verdicts.conflicts.tolist() == [1, NO_CONFLICT, 2]
 
 
 def test_a_row_with_a_repeated_lock_does_not_conflict_with_itself() -> None:
-    found = validate(table_at(0), {"w": [1, 1], "r": [1], "a": [1]})
-    assert found.ids.tolist() == [1]
+    verdicts = validate(table_at(0), {"w": [1, 1], "r": [1], "a": [1]})
+    assert verdicts.ids.tolist() == [1]
 
 
 def test_clamping_the_lock_table_removes_uncommitted_transactions() -> None:
@@ -230,10 +230,10 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_rows(hot: bool) ->
         requests = LockRequests(LockColumn(np.arange(count + 1), locks), none, none, 0)
         table = table_at(0)
         with record_calls() as calls:
-            found = table.validate(
+            verdicts = table.validate(
                 requests, high_water_mark=TransactionId(0), next_id=TransactionId(1)
             )
-        assert found.accepted_count == (1 if hot else found.accepted_count)
+        assert verdicts.accepted_count == (1 if hot else verdicts.accepted_count)
         counts.append(len(calls))
     assert counts[1] <= 2 * counts[0]
 

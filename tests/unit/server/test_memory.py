@@ -35,13 +35,13 @@ def open_store() -> MemoryStore:
 
 def test_a_batch_is_committed_in_the_step_that_submits_it():
     store = open_store()
-    (one,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a", b"b")), 0)
-    (two,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(2, b"c")), 0)
-    assert (one.last, two.last) == (1, 2)
-    assert one.chain != two.chain == store.log.chain
-    assert [each.data for each in store.log.transactions()] == [b"a", b"b", b"c"]
-    assert [each.header for each in store.log.transactions()] == [0, 1, 0]
-    assert [each.req_id.sequence for each in store.log.transactions()] == [5, 6, 5]
+    (first,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a", b"b")), 0)
+    (second,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(2, b"c")), 0)
+    assert (first.last, second.last) == (1, 2)
+    assert first.chain != second.chain == store.log.chain
+    assert [transaction.data for transaction in store.log.transactions()] == [b"a", b"b", b"c"]
+    assert [transaction.header for transaction in store.log.transactions()] == [0, 1, 0]
+    assert [transaction.req_id.sequence for transaction in store.log.transactions()] == [5, 6, 5]
 
 
 def test_a_later_owner_finds_the_commits_of_an_earlier_owner():

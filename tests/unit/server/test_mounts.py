@@ -31,7 +31,7 @@ def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -
     assert isinstance(mount_error(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
     assert mount_error(mounts, ALICE, NEW, 6, principal="alice") is None
     assert mount_error(mounts, BOB, NEW, 6, principal="eve") is None
-    mounts.on_connection_closed(OLD)  # as its fence, also without a connection
+    mounts.on_connection_closed(OLD)  # the fence remains without a connection
     assert isinstance(mount_error(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
     mounts.on_generation_started()
     assert mount_error(mounts, ALICE, NEW, 6, principal="eve") is None

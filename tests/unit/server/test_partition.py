@@ -113,7 +113,7 @@ class World:
         self.rest: list[object] = []
         self.step(replication.TakeOwnership(Generation(1), REPLICAS))
 
-    # --- driving
+    # --- steps
 
     def step(self, event: Event) -> None:
         for effect in self.partition.step(event, self.now_ms):
@@ -168,9 +168,10 @@ class World:
     def commit(self, count: int | None = None) -> None:
         """Commit the given number of batches that were submitted in this session."""
         batches = [
-            each.batch
-            for each in self.store.of(replication.SubmitToSession)
-            if each.session_id == self.session and each.batch.last > self.partition.high_water_mark
+            message.batch
+            for message in self.store.of(replication.SubmitToSession)
+            if message.session_id == self.session
+            and message.batch.last > self.partition.high_water_mark
         ][:count]
         for batch in batches:
             self.chain = next_chain(
@@ -237,18 +238,18 @@ class World:
         self.commit()
         self.run()
 
-    # --- what was reported
+    # --- reports
 
     def answer(self, req_id: ReqId) -> ClientMessage:
-        (found,) = [
-            each.message
-            for each in self.answers
-            if each.message.req_id == req_id and each.cost_bytes
+        (message,) = [
+            answer.message
+            for answer in self.answers
+            if answer.message.req_id == req_id and answer.cost_bytes
         ]
-        return found
+        return message
 
     def is_answered(self, req_id: ReqId) -> bool:
-        return any(each.message.req_id == req_id and each.cost_bytes for each in self.answers)
+        return any(answer.message.req_id == req_id and answer.cost_bytes for answer in self.answers)
 
     def error(self, req_id: ReqId) -> int:
         message = self.answer(req_id)
@@ -259,7 +260,7 @@ class World:
         return RowOutcomeCode(bytes(message.reasons)[0])
 
     def of(self, kind: type[MessageT]) -> list[MessageT]:
-        return [each.message for each in self.answers if isinstance(each.message, kind)]
+        return [answer.message for answer in self.answers if isinstance(answer.message, kind)]
 
 
 def world_with_mount(**limits: int) -> World:
@@ -318,7 +319,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     world.open(1)
     assert not world.partition.is_owned
     assert world.error(waiting) == errors.NotOwned.code
-    assert any(isinstance(each, replication.OwnershipReleased) for each in world.rest)
+    assert any(isinstance(effect, replication.OwnershipReleased) for effect in world.rest)
     assert world.store.of(replication.ReleaseOwnership)
 
 
@@ -388,7 +389,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
 
 
 def test_a_checkpoint_waits_a_limited_time_for_an_archive_attempt() -> None:
-    """Otherwise no attempt would end under load."""
+    """If each checkpoint interrupted attempts, no attempt would end under load."""
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open(9)
     world.mount()
@@ -415,7 +416,7 @@ def test_a_due_checkpoint_waits_for_appends_in_flight() -> None:
         world.run()
     world.now_ms = 1
     checkpoints = len(world.store.of(replication.Checkpoint))
-    world.commit(1)  # by one of these
+    world.commit(1)  # committed by one of the two events
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 1
     world.commit(1)
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 3
@@ -650,10 +651,10 @@ def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten
 def ids_in_feed(world: World, connection: ConnectionId) -> list[int]:
     """Return the IDs a connection was fed, in order."""
     ids: list[int] = []
-    for each in world.answers:
-        if each.connection == connection and isinstance(each.message, messages.FeedBatch):
-            assert len(each.message.headers) == 20 * each.message.count
-            ids += range(each.message.first, each.message.first + each.message.count)
+    for answer in world.answers:
+        if answer.connection == connection and isinstance(answer.message, messages.FeedBatch):
+            assert len(answer.message.headers) == 20 * answer.message.count
+            ids += range(answer.message.first, answer.message.first + answer.message.count)
     return ids
 
 
@@ -662,7 +663,7 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     world.fill(5)
     mount = world.mount(BOB, B, mark=1, feed=True)
     assert ids_in_feed(world, B) == [2, 3, 4]
-    kinds = [type(each.message) for each in world.answers if each.connection == B]
+    kinds = [type(answer.message) for answer in world.answers if answer.connection == B]
     assert kinds == [messages.FeedBatch, messages.Mounted]
     (batch,) = world.of(messages.FeedBatch)
     assert (batch.req_id, batch.session_id) == (mount, 1)
@@ -724,15 +725,15 @@ def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
     assert world.error(unknown_mount) == errors.NotMounted.code
     world.send(B, messages.FeedRequest(mount, -2))
     ahead = world.send(B, messages.FeedRequest(mount, 7))
-    codes = [each.error_code for each in world.of(messages.ErrorResponse)]
+    codes = [message.error_code for message in world.of(messages.ErrorResponse)]
     assert codes == [errors.NotMounted.code, errors.BadRequest.code]
     world.prove()
     (found,) = world.of(messages.ErrorResponse)[-1:]
     assert (found.req_id, found.error_code) == (ahead, errors.ClientAheadOfLog.code)
     world.send(B, messages.FeedRequest(mount, -1))
-    twice = world.send(B, messages.FeedRequest(mount, -1))
+    repeated = world.send(B, messages.FeedRequest(mount, -1))
     (found,) = world.of(messages.ErrorResponse)[-1:]
-    assert (found.req_id, found.error_code) == (twice, errors.BadRequest.code)
+    assert (found.req_id, found.error_code) == (repeated, errors.BadRequest.code)
 
 
 def test_a_congested_client_receives_no_feed_until_it_has_drained() -> None:
@@ -828,7 +829,7 @@ def test_a_cached_range_is_answered_without_a_storage() -> None:
     lengths = raw_records.lengths_from_wire(data.lengths, len(data.records))
     assert raw_records.first_bad_record(data.records, lengths) is None
     assert raw_records.ids_of(data.records, lengths).tolist() == [1, 2, 3, 4]
-    assert [(each.first, each.last) for each in data.lineage] == [(0, 2), (3, 4)]
+    assert [(entry.first, entry.last) for entry in data.lineage] == [(0, 2), (3, 4)]
     heads = range_answer(world, request_range(world, 1, 3, form=RangeForm.HEADERS))
     assert (heads.count, len(heads.records), heads.lengths) == (3, 84, b"")
     assert world.fetches == []
@@ -911,9 +912,9 @@ def test_a_read_of_the_end_of_the_log_waits_for_a_proof() -> None:
         world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1)),
         world.send(B, messages.FeedRequest(mount, 1)),
     ]
-    for _ in range(2):  # The later ones share the next proof.
+    for _ in range(2):  # The later requests share the next proof.
         world.fail_proof()
-    codes = {each.req_id: each.error_code for each in world.of(messages.ErrorResponse)}
+    codes = {message.req_id: message.error_code for message in world.of(messages.ErrorResponse)}
     assert codes == dict.fromkeys(request, errors.SessionLost.code)
 
 
@@ -1026,7 +1027,9 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     )
     assert world.error(req_id) == errors.OutcomeUnknown.code
     assert not world.partition.is_owned
-    (released,) = [each for each in world.rest if isinstance(each, replication.OwnershipReleased)]
+    (released,) = [
+        effect for effect in world.rest if isinstance(effect, replication.OwnershipReleased)
+    ]
     assert "before the start of the log" in released.reason
 
 
@@ -1223,7 +1226,7 @@ def test_an_old_mark_is_proved_before_it_is_reported() -> None:
 
 
 def test_a_proved_mark_includes_commits_during_the_proof() -> None:
-    """A proof confirms the session; the mark from its beginning may be outdated at its end."""
+    """A proof confirms the session; a mark from the start of the proof may be outdated."""
     world = world_with_mount()
     request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     (proof,) = world.store.of(replication.ProveMark)
@@ -1301,7 +1304,7 @@ def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
     assert isinstance(world.answer(request), messages.ReplicasResponse)
 
 
-def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
+def test_a_flush_is_answered_when_all_earlier_appends_are_final() -> None:
     world = world_with_mount()
     req_id = world.append()
     flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))

@@ -18,9 +18,9 @@ def record_of(transaction_id: int, *, size: int = 100) -> bytes:
 
 
 def buffered_ids(ahead: ReadAhead, *ids: int) -> list[int]:
-    found = {each: ahead.find(TransactionId(each)) for each in ids}
+    found = {transaction_id: ahead.find(TransactionId(transaction_id)) for transaction_id in ids}
     assert all(record in (None, record_of(each)) for each, record in found.items())
-    return [each for each in ids if found[each] is not None]
+    return [transaction_id for transaction_id in ids if found[transaction_id] is not None]
 
 
 def test_the_oldest_range_is_dropped_for_the_next() -> None:

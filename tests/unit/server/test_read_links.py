@@ -47,7 +47,7 @@ class Storage:
         link.start(self.take, lambda _reason: None)
 
     def take(self, messages) -> None:
-        self.requests += [each for each in messages if not isinstance(each, OpenRequest)]
+        self.requests += [message for message in messages if not isinstance(message, OpenRequest)]
 
 
 @contextlib.asynccontextmanager
@@ -79,7 +79,7 @@ async def test_clients_with_equal_request_ids_get_their_own_answers():
         await poll_until(lambda: len(storage_peer.requests) == 2)
         for request_received in reversed(storage_peer.requests):
             storage_peer.links[0].send(answer_to(request_received))
-        found = [await each for each in fetches]
+        found = [await fetch for fetch in fetches]
         assert [(each.first, each.sequence) for each in found] == [(10, 1), (20, 1)]
         links.close()
 

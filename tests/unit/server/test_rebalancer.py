@@ -55,7 +55,7 @@ async def run_balancers(zookeeper, *, servers, reporting, unavailable=None):
 
 
 async def wait_for_rounds(rounds):
-    """Wait for enough rounds that a partition that should move has moved."""
+    """Wait for enough rounds for a partition to move."""
     look_count = len(rounds.values)
     await rounds.wait_for(lambda count: count > look_count + 5 * PACE.window_ms // PACE.interval_ms)
 
@@ -155,11 +155,11 @@ class ScriptedCoordinator:
         pass
 
     async def read(self, server_ids, _on_ignored):
-        return {each: {} for each in server_ids}
+        return {server_id: {} for server_id in server_ids}
 
 
 def servers_view(*servers, is_settled=True):
-    described = {each: SimpleNamespace(preferred=()) for each in servers}
+    described = {server: SimpleNamespace(preferred=()) for server in servers}
     return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, excluded=())
 
 

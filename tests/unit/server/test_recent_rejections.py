@@ -1,4 +1,4 @@
-"""The newest rejections of a partition: which ones are listed, and for how long."""
+"""The newest rejections of a partition are listed for a limited time."""
 
 import struct
 import zlib
@@ -130,13 +130,13 @@ def test_rejections_by_lost_predecessors_are_dropped() -> None:
     assert listed_rejections(world) == []
     world.open(-1, settled=-1)
     world.submitted.clear()
-    world.single(BOB, write=[99])  # It gets the ID of the lost transaction.
+    world.single(BOB, write=[99])  # This append gets the ID of the lost transaction.
     world.turn()
     world.commit()
     assert listed_rejections(world) == []
 
 
-# --- how many, and for how long
+# --- limits of number and time
 
 
 def test_the_newest_hundred_rejections_are_listed_newest_first() -> None:
@@ -148,10 +148,10 @@ def test_the_newest_hundred_rejections_are_listed_newest_first() -> None:
     world.turn()
     last = world.single(BOB, write=[5])
     world.turn()
-    found = listed_rejections(world)
-    assert len(found) == REJECTIONS_MAX == 100
-    assert found[0] == (last, LOCK, 0)
-    assert [each[0] for each in found[1:]] == [
+    rejections = listed_rejections(world)
+    assert len(rejections) == REJECTIONS_MAX == 100
+    assert rejections[0] == (last, LOCK, 0)
+    assert [rejection[0] for rejection in rejections[1:]] == [
         row_of(rows, number) for number in range(119, 20, -1)
     ]
 
@@ -191,10 +191,13 @@ def test_an_owner_answers_with_the_rejections_of_its_partition_even_without_a_se
     world.run()
     world.commit()
     world.close()
-    found = rejections_of(world)
-    assert struct.unpack(">q", found.stamps_ms) == (1_000,)
-    assert ReqId.from_bytes(found.request_ids) == loser
-    assert (found.reasons, struct.unpack(">q", found.conflicting)) == (bytes((LOCK,)), (0,))
+    rejections = rejections_of(world)
+    assert struct.unpack(">q", rejections.stamps_ms) == (1_000,)
+    assert ReqId.from_bytes(rejections.request_ids) == loser
+    assert (rejections.reasons, struct.unpack(">q", rejections.conflicting)) == (
+        bytes((LOCK,)),
+        (0,),
+    )
 
 
 def test_a_server_that_released_the_partition_answers_that_it_does_not_own_it() -> None:

@@ -39,7 +39,7 @@ REQ_ID = ReqId(ClientId(-1), Generation(0), PartitionId(-1), -5)
 OPERATIONS = RegistryOperation
 
 
-# A server removes expired writes by itself, so this scenario would find none.
+# A server removes expired writes by itself, so this scenario would find no expired write.
 SERVED = [
     each for each in SCENARIOS if each is not the_retention_of_a_write_begins_with_its_last_change
 ]
@@ -131,7 +131,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
     assert (await write_registry.read("w")).principal == "mine"
     with pytest.raises(errors.PermissionDenied):
         await requests.answer(request(OPERATIONS.ENTER), Requester("other"))
-    # The task from before the write had an owner continues with its client ID and a proof.
+    # A task that began before the write had an owner continues with its client ID and a proof.
     again = await requests.answer(request(OPERATIONS.ENTER), Requester("mine"))
     assert again.proof == b"mine/1".ljust(16)
 
@@ -182,7 +182,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     await requests.answer(
         request(OPERATIONS.BEGIN, "expired", arguments=expired_arguments), requester
     )
-    await requests.answer(request(OPERATIONS.BEGIN, "c"), requester)  # removes the expired one
+    await requests.answer(request(OPERATIONS.BEGIN, "c"), requester)  # removes the expired write
     assert await write_registry.read("expired") is None
     with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
         await requests.answer(request(OPERATIONS.BEGIN, "d"), requester)
@@ -191,13 +191,13 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     await requests.answer(request(OPERATIONS.BEGIN, "d"), Requester("other"))
     await requests.answer(request(OPERATIONS.FORGET, "b"), requester)
     await requests.answer(request(OPERATIONS.BEGIN, "e"), requester)
-    # With "report" all clients without a token are one principal, and nothing must fail.
+    # With "report", all clients without a token are one principal, and no request may fail.
     await requests.answer(request(OPERATIONS.BEGIN, "f"), Requester("mine", is_enforced=False))
 
 
 @run_on_loop
 async def test_a_concurrent_change_of_the_write_owner_denies_the_client_id():
-    """Otherwise two principals would have a proof of the same client ID."""
+    """If the client ID were not denied, two principals would have proofs of the same client ID."""
     _, write_registry = await with_requests()
     mine, other = write_registry.for_principal("mine"), write_registry.for_principal("other")
 
@@ -308,12 +308,12 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
         is_open.set()
     assert max(most) == CONCURRENT_READS_MAX
     if is_left:
-        assert [each.result() for each in listings] == [errors.Unreachable] * 3
+        assert [listing.result() for listing in listings] == [errors.Unreachable] * 3
         assert len(most) == CONCURRENT_READS_MAX, (
             "the remaining tasks and the other requests are not read"
         )
     else:
-        assert [each.result() for each in listings] == [None] * 3
+        assert [listing.result() for listing in listings] == [None] * 3
 
 
 async def _outcome(answering):

@@ -73,7 +73,7 @@ def with_locks(
 
 
 def validate_in_pieces(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
-    """Validate the five rows in pieces that end at these rows, all with nothing committed."""
+    """Validate the five rows in pieces that end at these rows, before any commit."""
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
     pending.open(decode_batch(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)

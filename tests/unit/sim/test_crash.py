@@ -146,7 +146,7 @@ def test_killing_the_process_keeps_data_without_making_it_durable():
 
 def test_a_sync_can_be_omitted_or_delayed():
     disk = new_recording_disk()
-    places = sync_positions(disk.changes)[2:]  # none is created twice
+    places = sync_positions(disk.changes)[2:]  # not those of the creation
     last = places[-1]
     assert isinstance(disk.changes[last], SyncDirectory)
     assert len(without_change(disk.changes, last)) == len(disk.changes) - 1
@@ -166,7 +166,7 @@ def test_after_a_crash_one_of_several_written_values_remains(seed):
     file.truncate(SECTOR_BYTES + 7)
     content = files_after_crash(disk, KeepRandom(Random(seed)))[PATH]
     assert len(content) <= 2 * SECTOR_BYTES
-    for at in (0, SECTOR_BYTES):
-        assert len(set(content[at : at + 7])) <= 1
+    for offset in (0, SECTOR_BYTES):
+        assert len(set(content[offset : offset + 7])) <= 1
     kept = list(keep_choices(disk_state_of(disk), Random(seed), random_count=3))
     assert len(kept) >= 2 + 2 * 3 + 3

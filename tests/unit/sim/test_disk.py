@@ -60,7 +60,9 @@ def test_any_subset_of_whole_sectors_can_remain():
         disk.open(PATH).pwrite([b"b" * 4 * SECTOR_BYTES], 0)
         disk.lose_power(Survival.ANY_SECTORS, Random(seed))
         left = disk.visible_content(PATH)
-        pieces = [left[at : at + SECTOR_BYTES] for at in range(0, len(left), SECTOR_BYTES)]
+        pieces = [
+            left[offset : offset + SECTOR_BYTES] for offset in range(0, len(left), SECTOR_BYTES)
+        ]
         assert all(piece in {b"a" * SECTOR_BYTES, b"b" * SECTOR_BYTES} for piece in pieces)
         patterns.add(b"".join(piece[:1] for piece in pieces))
     assert len(patterns) == 16
@@ -258,7 +260,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
 
 def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
     disk, path, file = with_unreadable_sectors(b"a" * 2_000, 512, 1_999)
-    file.discard_unreadable(600, 1_000)  # the sectors between them are rewritten completely
+    file.discard_unreadable(600, 1_000)  # complete sectors between them are not zeroed
     assert file.pread(512, 512) == bytes(512)
     assert file.pread(512, 1_536) == bytes(2_000 - 1_536)
     assert file.size() == 2_000

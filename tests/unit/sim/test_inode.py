@@ -40,5 +40,5 @@ def test_a_drop_shows_the_synced_bytes_of_exactly_the_dropped_sectors(old, new, 
     durable = old[: len(new)].ljust(len(new), b"\0")
     end = min(offset + size, len(new))
     sectors = set(range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))) if end > offset else set()
-    for at, found in enumerate(inode.visible):
-        assert found == (durable if at // SECTOR_BYTES in sectors else new)[at]
+    for index, found in enumerate(inode.visible):
+        assert found == (durable if index // SECTOR_BYTES in sectors else new)[index]

@@ -68,7 +68,7 @@ class Log:
             yield self._batch(range(start, min(start + self.batch_rows, last + 1)))
 
     def _batch(self, ids: range) -> pa.RecordBatch:
-        chosen = [self.transactions[each] for each in ids]
+        chosen = [self.transactions[transaction_id] for transaction_id in ids]
         count = len(chosen)
         columns = {
             "partition": pa.array([PARTITION] * count, pa.int32()),
@@ -76,7 +76,8 @@ class Log:
             "header": pa.array([each.header for each in chosen], pa.int32()),
             "request_id": pa.nulls(count, READ_SCHEMA.field("request_id").type),
             "commit_time": pa.array(
-                [each * 1000 for each in ids], READ_SCHEMA.field("commit_time").type
+                [transaction_id * 1000 for transaction_id in ids],
+                READ_SCHEMA.field("commit_time").type,
             ),
             "data": pa.array([each.data for each in chosen], pa.binary()),
         }
@@ -103,7 +104,7 @@ def rows_of(batches: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
 
 
 def expected_rows(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[Any, ...]]:
-    """Return the rows of a feed with `SCHEMA` and `OPTIONS` by the definition.
+    """Return the rows of a feed with `SCHEMA` and `OPTIONS`, computed by the definition.
 
     A payload that does not fit is no change, as with `mode=DROPMALFORMED`.
     """

@@ -73,5 +73,5 @@ def reader_of(**options: str) -> WaltzStreamReader:
 def read(reader: WaltzStreamReader, start: stream_read.Offset, end: stream_read.Offset) -> set[int]:
     """Return the partitions from which a micro-batch reads."""
     tasks = reader.partitions(start, end)
-    assert all(isinstance(each, ReadTask) for each in tasks)
-    return {each.partition for each in tasks if isinstance(each, ReadTask)}
+    assert all(isinstance(task, ReadTask) for task in tasks)
+    return {task.partition for task in tasks if isinstance(task, ReadTask)}

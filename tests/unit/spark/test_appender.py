@@ -29,8 +29,8 @@ LOST, REFUSED, TAKEN = (
 class RandomLog:
     """Answers batches at once, each row committed, rejected, or lost with all later ones.
 
-    Like the client it keeps a writer's order: after a loss nothing is taken until the writer has
-    seen it.
+    Like the client, it keeps a writer's order: after a loss, it accepts no row until the writer has
+    received the outcome.
     """
 
     def __init__(self, seed: int, *, loss: float) -> None:
@@ -221,7 +221,7 @@ class LimitedRetries:
                 self.excluded.append(data)
             else:
                 rows.append(row)
-                # A "!!" is rejected a second time, and a "!!!" finally.
+                # A row with "!!" is rejected a second time; a row with "!!!" is never committed.
                 recomputed.append((rejected_rows.partition, data[:-1]))
         return RecomputedRows(with_source(recomputed), np.array(rows, np.int64))
 

@@ -46,13 +46,13 @@ def objects_with(*ends: tuple[int, float], first: int = 0) -> ArchivedObjects:
 def test_tasks_end_at_object_boundaries_and_at_the_byte_limit(
     objects: ArchivedObjects | None, span: tuple[int, int], expected: list[tuple[int, int]]
 ) -> None:
-    found = split_at_objects(TransactionRange(3, *span), objects)
-    assert [(each.first, each.last) for each in found] == expected
-    assert {each.partition for each in found} == {3}
+    parts = split_at_objects(TransactionRange(3, *span), objects)
+    assert [(part.first, part.last) for part in parts] == expected
+    assert {part.partition for part in parts} == {3}
 
 
 def test_a_task_receives_only_the_objects_of_its_range() -> None:
     whole = objects_with((9, 0.4), (19, 0.4), (29, 0.4))
     part = cloudpickle.loads(cloudpickle.dumps(whole.objects_between(12, 19)))
-    assert [each.last for each in part.entries] == [19]
+    assert [entry.last for entry in part.entries] == [19]
     assert (part.manifest.first, part.manifest.last) == (10, 19)

@@ -46,7 +46,7 @@ def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
             transaction_with(id=2, amount=20),
             transaction_with(id=1, op="U", amount=11),
             transaction_with(id=1, op="D"),
-            transaction_with(id=1, op="D"),  # it has no row
+            transaction_with(id=1, op="D"),  # the key is absent, so there is no row
             transaction_with(DELETE_HEADER, id=2, amount="any"),  # a delete needs only the key
             transaction_with(id=1, op="I", amount=12),
         ]
@@ -123,10 +123,10 @@ def test_log_columns_have_the_values_of_the_changing_transaction() -> None:
             transaction_with(DELETE_HEADER, id=1),
         ]
     )
-    found = feed(log, schema=schema, deleteWhere="header >= 9")
+    feed_rows = feed(log, schema=schema, deleteWhere="header >= 9")
     times = [datetime.fromtimestamp(n / 1000, UTC) for n in range(3)]
-    data = [each.data for each in log.transactions]
-    assert found == [
+    data = [transaction.data for transaction in log.transactions]
+    assert feed_rows == [
         (1, 5, data[0], times[0], PARTITION, 1, "insert"),
         (1, 6, data[1], times[1], PARTITION, 1, "update_preimage"),
         (2, 6, data[1], times[1], PARTITION, 1, "update_postimage"),
@@ -151,9 +151,12 @@ def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
     others = [one | {name: values[1]} for name, (_, values) in kinds.items()]
     log = Log([transaction_with(**each) for each in (one, *others, one)])
     rules = {"key": ",".join(kinds), "deleteWhere": ""}
-    found = feed(log, schema=schema, **rules)
-    assert [row[-1] for row in found] == ["insert"] * 7 + ["update_preimage", "update_postimage"]
-    assert found[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
+    feed_rows = feed(log, schema=schema, **rules)
+    assert [row[-1] for row in feed_rows] == ["insert"] * 7 + [
+        "update_preimage",
+        "update_postimage",
+    ]
+    assert feed_rows[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
 
 
 def test_a_large_previous_row_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +197,7 @@ def test_an_invalid_transaction_fails_the_read_or_is_skipped(
             transaction_with(id=1, op="D"),
         ]
     )
-    for begin in (-1, 2):  # it fails, wherever the rows begin
+    for begin in (-1, 2):  # both reads fail: one begins before it, one after it
         with pytest.raises(BadFormat, match=f"partition 3, transaction 2[:,] .*{text}"):
             feed(log, begin)
     assert [row[3:] for row in feed(log, **DROP)] == [("insert", 0), ("insert", 1), ("delete", 3)]
@@ -206,8 +209,8 @@ def test_a_delete_does_not_need_the_required_columns() -> None:
     schema.add("op", "string").add("_change_type", "string")
     log = Log([transaction_with(id=1, amount=1, op="I"), transaction_with(id=1, op="D")])
     for options in ({}, {"requiredColumns": "amount"}):
-        found = feed(log, schema=schema, **options)
-        assert found == [(1, 1, "I", "insert"), (1, 1, "I", "delete")]
+        feed_rows = feed(log, schema=schema, **options)
+        assert feed_rows == [(1, 1, "I", "insert"), (1, 1, "I", "delete")]
     log = Log([transaction_with(id=1, op="I")])
     with pytest.raises(BadFormat, match="column 'amount' is NOT NULL"):
         feed(log, schema=schema)
@@ -216,8 +219,8 @@ def test_a_delete_does_not_need_the_required_columns() -> None:
 
 def test_column_names_of_json_payloads_are_case_insensitive() -> None:
     log = Log([Transaction(0, json.dumps({"Id": 1, "AMOUNT": n}).encode()) for n in range(2)])
-    found = feed(log, dataFormat="json", key="ID")
-    assert [row[2:] for row in found] == [
+    feed_rows = feed(log, dataFormat="json", key="ID")
+    assert [row[2:] for row in feed_rows] == [
         (0, "insert", 0),
         (0, "update_preimage", 1),
         (1, "update_postimage", 1),
@@ -235,9 +238,10 @@ def encrypt_transactions(
     with_key = Encryption.from_reference(str(directory), key_id=key_id)
     return [
         Transaction(
-            each.header, with_key.encrypt(each.data, partition=PARTITION, header=each.header)
+            transaction.header,
+            with_key.encrypt(transaction.data, partition=PARTITION, header=transaction.header),
         )
-        for each in transactions
+        for transaction in transactions
     ]
 
 
@@ -281,7 +285,7 @@ def test_payloads_with_a_destroyed_key_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "gone").unlink()
     keys.key_cache_for.cache_clear()
     assert feed(log, **options, **DROP) == [(1, None, 3, "insert", 2)]
-    # A state that has such a row does not know more.
+    # The state has the encrypted row, which it cannot decrypt either.
     kept = rows_of(reader(log, 1, 3, state_file, **options, **DROP).rows())
     assert kept == [(1, None, 3, "insert", 2)]
     with pytest.raises(BadFormat, match=r"transaction 0: the payload cannot be decrypted .*gone"):
@@ -344,7 +348,7 @@ def test_the_kind_of_a_change_is_a_column_of_the_log() -> None:
     other = StructType().add("id", "long").add("_change_type", "long")
     with pytest.raises(BadRequest, match="column '_change_type' of the log: expected type string"):
         WaltzDataSource(OPTIONS | {"deleteWhere": ""}).reader(other)
-    # Without a change feed it may be one of the payload.
+    # Without a change feed, a payload column may have this name.
     WaltzDataSource({"path": OPTIONS["path"], "dataFormat": "msgpack"}).reader(other)
     required = StructType().add("id", "long", nullable=False).add("op", "string")
     options = {"encryptionKeys": "/none"}

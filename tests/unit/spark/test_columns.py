@@ -65,7 +65,7 @@ def schema(**columns: str) -> StructType:
             PLAIN,
             ("log has no column 'write_lock'; did you mean 'write_locks'? Hint: rename the column"),
         ),
-        # Packed with the other columns, it would be payload, and no lock would be written.
+        # The misspelled column would be a part of the payload, and no lock would be written.
         *(
             ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{expected_hash}'?")
             for name, expected_hash in (
@@ -145,14 +145,14 @@ def test_the_first_lock_chooses_the_partition() -> None:
             "append_locks": pa.array([[one], [one], [two]], pa.list_(pa.int32())),
         }
     )
-    found = row_converter().convert(batch)
-    assert found.partitions.tolist() == [
+    converted = row_converter().convert(batch)
+    assert converted.partitions.tolist() == [
         partition_of_hash(one, 4),
         partition_of_hash(two, 4),
         partition_of_hash(two, 4),
     ]
-    assert found.append.column("client_high_water_mark").to_pylist() == [
-        10 + partition for partition in found.partitions.tolist()
+    assert converted.append.column("client_high_water_mark").to_pylist() == [
+        10 + partition for partition in converted.partitions.tolist()
     ]
 
 
@@ -194,8 +194,8 @@ def test_null_locks_are_ignored() -> None:
             "append_locks": pa.array([[None], [7, None]], pa.list_(pa.int32())),
         }
     )
-    found = row_converter().convert(batch)
-    assert found.append.column("append_locks").to_pylist() == [[], [7]]
+    converted = row_converter().convert(batch)
+    assert converted.append.column("append_locks").to_pylist() == [[], [7]]
 
 
 LOCKS = pa.list_(pa.int32())
@@ -247,7 +247,7 @@ def test_a_wrong_value_is_reported_in_one_sentence(
     right = {"data": pa.array([b"x", b"y"]), "client_high_water_mark": marks}
     assert shaped.convert(pa.record_batch(right)).append.num_rows == 2
     arrays = {"data": pa.array(columns["data"], pa.binary())}
-    arrays |= {name: pa.array(each) for name, each in columns.items() if name != "data"}
+    arrays |= {name: pa.array(column) for name, column in columns.items() if name != "data"}
     with pytest.raises(error, match=sentence):
         shaped.convert(pa.record_batch(arrays))
 
@@ -256,9 +256,9 @@ def test_log_columns_are_not_packed() -> None:
     batch = pa.record_batch(
         {"a": [1], "header": pa.array([5], pa.int32()), "partition": pa.array([0], pa.int32())}
     )
-    found = row_converter(PACKED).convert(batch)
-    assert found.append.column("data").to_pylist() == [b"\x81\xa1a\x01"]
-    assert found.append.column("header").to_pylist() == [5]
+    converted = row_converter(PACKED).convert(batch)
+    assert converted.append.column("data").to_pylist() == [b"\x81\xa1a\x01"]
+    assert converted.append.column("header").to_pylist() == [5]
 
 
 def test_rows_from_the_spool_have_the_schema_of_other_rows() -> None:
@@ -330,7 +330,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
 
 
 def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
-    """Otherwise two writers could append a key to two partitions, without a lock conflict."""
+    """If it did, two writers could append a key to two partitions, without a lock conflict."""
     (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
     with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):

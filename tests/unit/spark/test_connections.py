@@ -26,7 +26,7 @@ class Client:
             assert self.may_answer.wait(TEST_TIMEOUT_S)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture(autouse=True)

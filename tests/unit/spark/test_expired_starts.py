@@ -136,7 +136,7 @@ def test_a_stream_continues_at_the_first_available_id_and_reports_it(
     assert (later["0"], later["1"]) == (5, 2), "the limit counts available transactions"
     tasks = reader.partitions(start, end)
     spans = [
-        (each.partition, each.first, each.last) for each in tasks if isinstance(each, ReadTask)
+        (task.partition, task.first, task.last) for task in tasks if isinstance(task, ReadTask)
     ]
     assert spans == [(0, FIRST, 10), (1, 0, 10)]
 
@@ -159,7 +159,7 @@ def batch(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Cluster:
 def scan_ranges_of(**options: str) -> list[tuple[int, int, int]]:
     chosen = parse_read({"path": CONNECT, **options})
     tasks = WaltzBatchReader(chosen, None).partitions()
-    return [(each.partition, each.first, each.last) for each in tasks if isinstance(each, ReadTask)]
+    return [(task.partition, task.first, task.last) for task in tasks if isinstance(task, ReadTask)]
 
 
 def test_a_batch_reads_what_is_available(batch: Cluster) -> None:

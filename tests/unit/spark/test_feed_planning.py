@@ -14,16 +14,16 @@ EARLIEST = {"startingHighWaterMarks": "earliest"}
 
 def plan(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tuple[int, ...]]:
     """Return partition, first ID, begin and last ID of each task."""
-    marks = {str(each): mark for each, mark in begin.items()}
+    marks = {str(partition): mark for partition, mark in begin.items()}
     start = marks | {"cluster": cluster.info.key.hex()}
     reader = WaltzStreamReader(options_of(**EARLIEST, **options), SCHEMA)
     end = reader.latestOffset(start, ReadAllAvailable())
     tasks = reader.partitions(start, end)
-    assert all(isinstance(each, ReadTask) for each in tasks)
+    assert all(isinstance(task, ReadTask) for task in tasks)
     return [
-        (each.partition, each.first, each.feed_start_mark, each.last)
-        for each in tasks
-        if isinstance(each, ReadTask)
+        (task.partition, task.first, task.feed_start_mark, task.last)
+        for task in tasks
+        if isinstance(task, ReadTask)
     ]
 
 

@@ -226,7 +226,7 @@ def test_a_killed_task_keeps_the_previous_mark(file: Path) -> None:
 def test_a_task_with_a_deleted_file_does_not_change_the_new_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy in the middle of a SQLite transaction has the state after a kill."""
+    """A copy of the files in the middle of a SQLite transaction is like the state after a kill."""
     monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA cache_size = -16")
     paused = open_cached_state(file)
     assert paused is not None
@@ -272,10 +272,10 @@ def test_a_long_catch_up_is_committed_in_steps(file: Path, monkeypatch: pytest.M
 
 def test_a_log_is_read_from_its_first_available_id(file: Path) -> None:
     log = Log(LOG)
-    found = rows_of(reader(log, 14, 20, file, first=15).rows())
-    assert found == rows_between(expected_rows(LOG, first=15), 14, 20)
+    rows = rows_of(reader(log, 14, 20, file, first=15).rows())
+    assert rows == rows_between(expected_rows(LOG, first=15), 14, 20)
     assert log.reads == [(15, 20)]
-    assert rows_of(reader(log, 14, 22, file, first=15).rows())[: len(found)] == found
+    assert rows_of(reader(log, 14, 22, file, first=15).rows())[: len(rows)] == rows
     # An earlier state lacks the expired transactions, as does the feed.
     assert rows_of(reader(log, 34, 36, file, first=30).rows())
     assert log.reads[2:] == [(30, 34), (35, 36)]
@@ -381,9 +381,9 @@ def test_the_state_directory_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
-    found = state_file_path("x")
-    assert found is not None
-    directory = found.parent
+    path = state_file_path("x")
+    assert path is not None
+    directory = path.parent
     assert directory.stat().st_mode & 0o777 == 0o700
     directory.chmod(0o755)
     assert state_file_path("x") is None
@@ -418,7 +418,7 @@ def test_states_that_were_not_used_for_8_days_are_deleted(file: Path) -> None:
         os.utime(journal, (used, used - feed_state.UNUSED_S_MAX - 60))
     micro_batch(file, -1, 9)
     names = (name for each in ("new.sqlite", file.name) for name in (each, f"{each}-journal"))
-    assert sorted(each.name for each in file.parent.iterdir()) == list(names)
+    assert sorted(path.name for path in file.parent.iterdir()) == list(names)
 
 
 def test_a_private_state_stores_no_previous_rows() -> None:

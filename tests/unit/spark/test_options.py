@@ -1,4 +1,4 @@
-"""Options of format("waltz"): the error for an invalid option names the option and the fix."""
+"""Options of format("waltz"): errors name the invalid option and the correction."""
 
 from collections.abc import Callable
 

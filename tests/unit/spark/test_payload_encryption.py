@@ -102,7 +102,7 @@ def test_with_encryption_keys_the_schema_has_a_data_error_column() -> None:
 
 
 def log_columns_ddl(*fields: tuple[str, types.DataType, bool]) -> StructType:
-    return StructType([types.StructField(*each) for each in fields])
+    return StructType([types.StructField(*field) for field in fields])
 
 
 @pytest.mark.parametrize("mode", ["FAILFAST", "DROPMALFORMED", "PERMISSIVE"])
@@ -167,8 +167,8 @@ def test_an_undecrypted_payload_without_a_format_is_null_with_a_reason(directory
     destroy(directory, "b")
     schema = ddl_schema("data_error string, transaction_id bigint, data binary")
     converter = BatchConverter(read_options(directory), schema)
-    found = converter.convert(log_batch(converter, payloads)).to_pylist()
-    assert found == [
+    rows = converter.convert(log_batch(converter, payloads)).to_pylist()
+    assert rows == [
         {"data_error": None, "transaction_id": 10, "data": b"1"},
         {"data_error": "the key 'b' does not exist", "transaction_id": 11, "data": None},
         {"data_error": None, "transaction_id": 12, "data": b"plain"},
@@ -177,8 +177,8 @@ def test_an_undecrypted_payload_without_a_format_is_null_with_a_reason(directory
         read_options(directory, requireEncryption="true"), ddl_schema("data_error string")
     )
     assert "data" in required.columns
-    found = required.convert(log_batch(required, payloads)).column(0).to_pylist()
-    assert found == [None, "the key 'b' does not exist", "the payload is not encrypted"]
+    rows = required.convert(log_batch(required, payloads)).column(0).to_pylist()
+    assert rows == [None, "the key 'b' does not exist", "the payload is not encrypted"]
 
 
 def test_a_read_of_headers_does_not_decrypt_payloads(directory: Path) -> None:
@@ -207,9 +207,9 @@ def test_an_undecrypted_payload_is_null_in_every_mode(
     destroy(directory, "b")
     options = read_options(directory, dataFormat="json", mode=mode, requiredColumns="id")
     converter = BatchConverter(options, ddl_schema(DDL))
-    found = converter.convert(log_batch(converter, payloads)).to_pylist()
-    assert [row["id"] for row in found] == ids
-    by_id = {row["transaction_id"]: row for row in found}
+    rows = converter.convert(log_batch(converter, payloads)).to_pylist()
+    assert [row["id"] for row in rows] == ids
+    by_id = {row["transaction_id"]: row for row in rows}
     assert by_id[13]["data_error"] == "the key 'b' does not exist"
     assert by_id[13]["_corrupt_record"] is None
     if mode == "PERMISSIVE":
@@ -223,10 +223,10 @@ def test_failfast_names_a_decrypted_payload_that_cannot_be_unpacked(directory: P
     lost = encrypt_value(directory, {"id": 2}, "b")
     destroy(directory, "b")
     converter = BatchConverter(read_options(directory, dataFormat="json"), schema)
-    found = converter.convert(log_batch(converter, [lost, good])).to_pylist()
-    assert [row["id"] for row in found] == [None, 1]
-    found = converter.convert(log_batch(converter, [lost, lost])).to_pylist()
-    assert [row["id"] for row in found] == [None, None]
+    rows = converter.convert(log_batch(converter, [lost, good])).to_pylist()
+    assert [row["id"] for row in rows] == [None, 1]
+    rows = converter.convert(log_batch(converter, [lost, lost])).to_pylist()
+    assert [row["id"] for row in rows] == [None, None]
     with pytest.raises(BadFormat, match="partition 2, transaction 12"):
         converter.convert(log_batch(converter, [lost, good, bad]))
 
@@ -271,10 +271,10 @@ def row_converter(options) -> RowConverter:
 
 def decrypt_column(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:
     column = pa.array(payloads, pa.binary())
-    found = encryption(directory).decrypt_column(
+    decrypted = encryption(directory).decrypt_column(
         column, partition=PARTITION, headers=[HEADER] * len(payloads)
     )
-    return found.data.to_pylist()
+    return decrypted.data.to_pylist()
 
 
 def test_each_attempt_encrypts_its_rows_with_a_new_salt(directory: Path) -> None:
@@ -285,7 +285,7 @@ def test_each_attempt_encrypts_its_rows_with_a_new_salt(directory: Path) -> None
     assert shaped.append.column("data").to_pylist() == rows  # compared and spooled as plain text
     assert list(Appender(log, options).send([shaped]))
     assert decrypt_column(directory, log.payloads) == rows
-    assert len({each[6:22] for each in log.payloads}) >= 5  # a salt for each append
+    assert len({payload[6:22] for payload in log.payloads}) >= 5  # each append has its own salt
 
 
 def test_the_byte_limit_of_an_append_includes_the_envelopes(directory: Path) -> None:
@@ -305,7 +305,7 @@ def test_the_key_column_selects_the_key_of_each_row(directory: Path) -> None:
     with RowSpool() as spool:  # a repeated attempt spools its rows
         spool.put(row_converter(options).convert(frame(rows, ["a", "b", "a"])))
         list(Appender(log, options).send(spool.take()))
-    assert [each[4:6] for each in log.payloads] == [b"\x01a", b"\x01b", b"\x01a"]
+    assert [payload[4:6] for payload in log.payloads] == [b"\x01a", b"\x01b", b"\x01a"]
     destroy(directory, "b")
     assert decrypt_column(directory, log.payloads) == [b"1", None, b"3"]
 

@@ -39,8 +39,8 @@ UTC = dt.UTC
 
 @pytest.fixture
 def registry() -> Iterator[InProcessRegistry]:
-    with run_schema_registry() as found:
-        yield found
+    with run_schema_registry() as registry:
+        yield registry
 
 
 def options_for(
@@ -193,12 +193,12 @@ def test_identity_columns_alone_determine_the_row_hash(registry):
     options, append = resolve_and_convert(write_options, ROWS)
     registry.fault = "reset"
     keys = RowKeys(options)
-    (one, two) = append.column("data").to_pylist()
+    (first_row, second_row) = append.column("data").to_pylist()
     changed = ROWS.set_column(1, "item", pa.array(["pen", "cup"]))
     shaped = RowConverter(options, 4, {}, keeps_input_columns=False).convert(changed).append
     (other, _) = shaped.column("data").to_pylist()
-    assert keys.keys_of_record(0, 0, one) == keys.keys_of_record(0, 0, other)
-    assert keys.keys_of_record(0, 0, one) != keys.keys_of_record(0, 0, two)
+    assert keys.keys_of_record(0, 0, first_row) == keys.keys_of_record(0, 0, other)
+    assert keys.keys_of_record(0, 0, first_row) != keys.keys_of_record(0, 0, second_row)
 
 
 def test_an_incompatible_schema_is_rejected_before_any_task(registry):
@@ -221,7 +221,7 @@ def test_columns_are_written_with_a_registered_version(registry):
     registry.put("orders-value", json.dumps({"type": "record", "name": "R", "fields": fields}))
     write_options = options_for(registry, schemaVersion="latest", **SUBJECT)
     _, append = resolve_and_convert(write_options, ROWS)
-    found = [Avro(registry.url).deserialize(each) for each in append.column("data").to_pylist()]
+    found = [Avro(registry.url).deserialize(row) for row in append.column("data").to_pylist()]
     assert found[0] == {"id": 1, "item": "ring", "price": dt.date(2020, 1, 1), "more": "x"}
     large = ROWS.set_column(0, "id", pa.array([1, 1 << 40]))
     with pytest.raises(BadRequest, match="field 'id': 1099511627776 is out of the range of int"):
@@ -374,6 +374,6 @@ def test_the_schema_prefix_is_inside_the_encrypted_payload(registry, tmp_path: P
         options_for(registry, **keys, encryptionKeyId="a", **SUBJECT), ROWS
     )
     sealed = PayloadEncryptor(options).encrypt_columns(append, 2).column("data")
-    assert {bytes(each)[:3] for each in sealed.to_pylist()} == {b"WZE"}
+    assert {bytes(row)[:3] for row in sealed.to_pylist()} == {b"WZE"}
     found = read(options_for(registry), "id long, data_error string", sealed, **keys)
     assert found.to_pydict() == {"id": [1, 2], "data_error": [None, None]}

@@ -1,4 +1,4 @@
-"""Files of results: their rows, and which files are visible."""
+"""Files of results: their rows and their visibility."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_a_result_file_name_identifies_its_write(write: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        result_file_name(0, 3, "n-1"),  # the other name ends with this name
+        result_file_name(0, 3, "n-1"),  # the name of the other write ends with this name
         result_file_name(0, 3, "11"),
         "part-00000-0c1d-1.parquet",  # file names of Spark begin alike
         "part-00000-3-1.parquet.crc",
@@ -81,7 +81,7 @@ def test_only_published_result_files_are_visible(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path).num_rows == 2
     late.close()
     assert pq.read_table(tmp_path).num_rows == 2
-    names = {each.name for each in tmp_path.iterdir()}
+    names = {path.name for path in tmp_path.iterdir()}
     assert names == {name, f"_{other.name}", f"_{late.name}", "_waltz.json", "_SUCCESS"}
 
 
@@ -91,4 +91,4 @@ def test_the_results_of_a_failed_task_are_visible(tmp_path: Path) -> None:
     ResultFile(
         str(tmp_path), result_file_name(0, 4, "w"), rejected_status=REJECTED
     ).close_for_failed_task()
-    assert [each.name for each in tmp_path.iterdir()] == [result_file_name(0, 3, "w")]
+    assert [path.name for path in tmp_path.iterdir()] == [result_file_name(0, 3, "w")]

@@ -85,8 +85,8 @@ def test_a_value_of_another_type_names_its_row_and_column() -> None:
 def test_any_bytes_are_unpacked_or_raise_a_typed_error(data_format: str, payload: bytes) -> None:
     unpacker = Unpacker([pa.field("a", pa.int32()), pa.field("b", pa.date32())], data_format)
     with contextlib.suppress(BadFormat):
-        found = unpacker.columns(pa.array([payload], pa.binary()), describe_row)
-        assert [len(column) for column in found] == [1, 1]
+        columns = unpacker.columns(pa.array([payload], pa.binary()), describe_row)
+        assert [len(column) for column in columns] == [1, 1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -163,7 +163,7 @@ def map_of(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStra
 
 def struct_of(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     def struct(parts: list[tuple[pa.DataType, st.SearchStrategy[object]]]) -> object:
-        named = {f"f{each}": part for each, part in enumerate(parts)}
+        named = {f"f{number}": part for number, part in enumerate(parts)}
         values = {name: st.none() | part[1] for name, part in named.items()}
         return pa.struct([(name, part[0]) for name, part in named.items()]), st.fixed_dictionaries(
             values

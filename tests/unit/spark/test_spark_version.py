@@ -81,7 +81,7 @@ def test_another_log_is_read_from_its_start_if_data_loss_is_allowed(cluster: Clu
     reader = old_reader_of(failOnDataLoss="false")
     end = reader.latestOffset()
     tasks = reader.partitions({"0": 10, "1": 30}, end)
-    assert [(each.partition, each.first, each.last) for each in tasks] == [(1, 0, 10)]
+    assert [(task.partition, task.first, task.last) for task in tasks] == [(1, 0, 10)]
 
 
 def test_the_first_marks_are_confirmed_by_a_quorum(

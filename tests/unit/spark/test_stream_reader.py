@@ -26,7 +26,7 @@ def do_nothing(_reader: WaltzStreamReader) -> None:
 
 
 def report(reader: WaltzStreamReader) -> None:
-    """Request the marks in between, as Spark does for a query's progress."""
+    """Request the marks for the progress report, as Spark does between micro-batches."""
     reader.reportLatestOffset()
 
 
@@ -46,7 +46,7 @@ def test_a_micro_batch_does_not_read_a_recreated_log_with_old_offsets(
 
 @pytest.mark.parametrize("between", [do_nothing, report])
 @pytest.mark.parametrize("poll", ["0", "3600000"])
-@pytest.mark.parametrize("marks", [(50, 50), (50, 3)])  # longer, and one that ends before
+@pytest.mark.parametrize("marks", [(50, 50), (50, 3)])  # a longer log, and a shorter log
 def test_with_data_loss_allowed_a_new_log_is_read_once_from_its_start(
     cluster: Cluster,
     between: Callable[[WaltzStreamReader], None],

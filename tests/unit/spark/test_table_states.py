@@ -47,7 +47,7 @@ def test_a_table_name_is_split_into_its_parts(text: str, parts: list[str]):
 
 
 def test_a_name_that_sql_does_not_accept_is_reported_as_such():
-    """The error differs from that of Spark without Delta, which also rejects the statement."""
+    """Spark without Delta also rejects the statement, with another error."""
     with pytest.raises(BadConfig, match=r"or the name of a table, found 'a b'. Hint: .* backticks"):
         merged_table.MergedDeltaTable(None, "a b", ID, ["id"])
 

@@ -69,9 +69,9 @@ def test_stack_traces_outside_of_a_worker_are_unchanged(monkeypatch: pytest.Monk
     ],
 )
 def test_the_driver_gets_the_class_and_the_message(text: str) -> None:
-    found = error_of(RuntimeError(text))
-    assert type(found) is errors.LockFailed
-    assert str(found) == "a: row"
+    error = error_of(RuntimeError(text))
+    assert type(error) is errors.LockFailed
+    assert str(error) == "a: row"
 
 
 def test_errors_of_other_libraries_are_not_converted() -> None:
@@ -98,7 +98,7 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
     [
         WORKER + WALTZ,
         f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{WALTZ}{JAVA}",
-        # As PySpark 4.3 reports it: in a task, on the driver, of a stream, over Connect.
+        # Texts of PySpark 4.3 for an error in a task, on the driver, in a stream, and over Connect.
         f"o42.save.\n: org.apache.spark.PythonException: [PYTHON_EXCEPTION] {WORKER[:-1]} {WALTZ}",
         f"Lost task 0.3 in stage 3.0 (TID 6) (host executor 1): [PYTHON_EXCEPTION] {WORKER}{WALTZ}",
         f"{SOURCE}{WALTZ}{JAVA}",
@@ -163,5 +163,5 @@ def test_a_waltz_error_quoted_by_a_user_is_not_converted(text: str) -> None:
 @given(before=st.text(st.sampled_from("ab: \n'[]()"), max_size=20))
 def test_a_waltz_error_within_a_line_of_other_text_is_not_converted(before: str) -> None:
     assert error_of(RuntimeError(f"{before}{WALTZ}")) is None
-    found = error_of(RuntimeError(f"{before}\n{SOURCE}{WALTZ}"))
-    assert type(found) is errors.LockFailed
+    error = error_of(RuntimeError(f"{before}\n{SOURCE}{WALTZ}"))
+    assert type(error) is errors.LockFailed

@@ -49,7 +49,7 @@ def make_run(first, sizes, seed=0):
         data = Random(f"{seed} {first + position}").randbytes(size)
         head = RECORD_PREFIX.pack(first + position, bytes(16), 7, size, crc32(data))
         parts.append(head + data + crc32(head + data).to_bytes(4, "big"))
-    return b"".join(parts), np.array([len(one) for one in parts], dtype=np.int64)
+    return b"".join(parts), np.array([len(part) for part in parts], dtype=np.int64)
 
 
 def make_entries(records, lengths, first, chain, session, counts):
@@ -113,7 +113,7 @@ def open_names(directory):
     """Return the files under a directory that this process has open, by their names."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists them
+        with suppress(FileNotFoundError):  # the descriptor of the listed directory
             path = Path(os.readlink(f"/proc/self/fd/{number}"))
             if path.is_relative_to(directory):
                 found.add(str(path.relative_to(directory)))
@@ -164,6 +164,6 @@ def open_and_read_all(directory, descriptors_max, open_files_max):
 
 
 def peak_mib():
-    """Return the peak memory of this process; `getrusage` includes its parent's."""
+    """Return the peak memory of this process; `getrusage` would include its parent's peak."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split("VmHWM:")[1].split()[0]) // 1024

@@ -157,7 +157,7 @@ def test_a_request_for_several_partitions_stops_at_the_first_error():
     )
     answer = terminal.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
     assert error_text(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
-    assert [each.partition_id for each in terminal.changes] == [0, 1, 2]
+    assert [change.partition_id for change in terminal.changes] == [0, 1, 2]
     assert error_text(terminal.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
 
 
@@ -311,7 +311,7 @@ def test_an_absent_replica_cannot_be_removed():
     assert terminal.changes == []
 
 
-# ---- what a storage reports, and copying (rule 3)
+# ---- reports of a storage, and copying (rule 3)
 
 
 def test_a_storage_and_a_replica_are_reported():
@@ -372,7 +372,7 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     terminal.open.reverse()
     terminal.carry_out()
     assert terminal.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
-    terminal.carry_out(DiskFailed("no"))  # a waiting request continues nevertheless
+    terminal.carry_out(DiskFailed("no"))  # the waiting request continues
     assert terminal.carry_out() == admin_tasks.SetAvailableTask(1, False)
     assert terminal.carry_out() == admin_tasks.MarkSuspectTask(2)
     assert [(sender, answer.sequence) for sender, answer in terminal.answered[1:]] == [
@@ -403,7 +403,7 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     ]
     assert terminal.changes == done
     assert (2, wire.Done(3)) in terminal.answered
-    errors_found = [dict(each.fields).get("error") for each in terminal.reports]
+    errors_found = [dict(report.fields).get("error") for report in terminal.reports]
     dropped = "the connection was closed before the request was done"
     assert errors_found == [
         dropped,
@@ -492,7 +492,7 @@ def test_a_request_in_its_last_task_completes_after_its_connection_closes():
     terminal.perform(terminal.machine.step(AdminDisconnected(1), 0))
     terminal.carry_out()
     terminal.carry_out()
-    assert [each.name for each in terminal.reports] == ["storage.admin_request_completed"]
+    assert [report.name for report in terminal.reports] == ["storage.admin_request_completed"]
     terminal.answered.clear()
     assert terminal.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
     assert terminal.changes == [admin_tasks.MarkSuspectTask(2), admin_tasks.MarkSuspectTask(2)]
@@ -503,7 +503,7 @@ def test_waiting_requests_are_limited():
     for sequence in range(WAITING_MAX + 3):
         terminal.post(wire.MarkSuspect(sequence, 2, True))
     assert [answer.sequence for _, answer in terminal.answered] == [
-        WAITING_MAX + each for each in range(3)
+        WAITING_MAX + number for number in range(3)
     ]
     error_text(terminal.answered[0][1], errors.Overloaded)
     for _ in range(WAITING_MAX):

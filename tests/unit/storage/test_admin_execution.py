@@ -60,9 +60,9 @@ def test_held_replicas_and_their_states_are_reported(engine):
     assert execute_change(engine, admin_tasks.Assign(1)) is None
     ((partition, info, synced_max, is_available),) = held_partitions_of(engine)
     assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
-    found = replica_status_of(engine, 1, is_served=True)
-    assert (found.is_held, found.is_served, found.reason) == (True, True, "")
-    assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
+    statuses = replica_status_of(engine, 1, is_served=True)
+    assert (statuses.is_held, statuses.is_served, statuses.reason) == (True, True, "")
+    assert (statuses.log.promised, statuses.log.chain) == (NO_SESSION, GENESIS_CHAIN)
 
 
 def test_the_disk_report_has_a_time(engine):
@@ -106,9 +106,9 @@ def test_the_log_is_open_again_after_a_change(engine, change):
     before = engine.log(1)
     execute_change(engine, change)
     assert engine.log(1) is not before
-    found = replica_status_of(engine, 1, is_served=False)
-    assert found.is_available == (not isinstance(change, admin_tasks.SetAvailableTask))
-    assert found.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailableTask))
+    statuses = replica_status_of(engine, 1, is_served=False)
+    assert statuses.is_available == (not isinstance(change, admin_tasks.SetAvailableTask))
+    assert statuses.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailableTask))
 
 
 def test_an_abandoned_partition_stays_closed(engine):
@@ -128,7 +128,7 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
     monkeypatch.setattr(
         "waltz_core.storage.service.storage_engine.PartitionLog.open", raise_bad_format
     )
-    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # succeeds nevertheless
+    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # still succeeds
     assert replica_status_of(engine, 1, is_served=False).reason == "rotten"
 
 
@@ -171,14 +171,14 @@ def full_engine():
 
 
 def test_the_state_of_a_replica_is_reported_without_reading_its_files():
-    """The event loop calls this: a hanging disk must not block it, and another thread may write."""
+    """The event loop calls the function: a hanging disk must not block it."""
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
     owner = OwnerSession(5, 1)
     execute_change(engine, admin_tasks.PutCopy(copy_of(owner)))
     reads_count = disk.read_count
-    found = replica_status_of(engine, 1, is_served=False)
-    assert (found.log.synced_max, found.log.chain) == (2, owner.chain)
+    statuses = replica_status_of(engine, 1, is_served=False)
+    assert (statuses.log.synced_max, statuses.log.chain) == (2, owner.chain)
     assert disk.read_count == reads_count
 
 

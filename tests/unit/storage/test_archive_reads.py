@@ -48,16 +48,16 @@ ROWS = 16
 class ArchivedLog:
     """A storage with 16 rows in batches of two, all archived; those up to `start` are removed."""
 
-    def __init__(self, bench, directory):
-        self.bench = bench
-        fill_log(bench, batches=ROWS // 2)
-        self.all_records = bench.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
+    def __init__(self, world, directory):
+        self.world = world
+        fill_log(world, batches=ROWS // 2)
+        self.all_records = world.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
         self.headers = raw_records.headers_of(self.all_records.records, self.all_records.lengths)
-        self.owner = bench.owned(6)
+        self.owner = world.owned(6)
         self.store = ArchiveStore(f"file://{directory}/archive")
-        job = request(bench, self.owner, range_to(self.owner, ROWS - 1))
+        job = request(world, self.owner, range_to(self.owner, ROWS - 1))
         self.uploaded = upload(self.store, KEY, job)
-        bench.step(service.UploadDone(job, self.uploaded))
+        world.step(service.UploadDone(job, self.uploaded))
         self.cache = ArchiveCache(1 << 20)
 
     def mark(self):
@@ -68,31 +68,33 @@ class ArchivedLog:
 
     def answer(self, message, connection=1):
         """Return the answer to a request; reads of the archive are carried out."""
-        before = len(self.bench.answers(connection))
-        self.bench.send(connection, message)
-        self.bench.finish()
+        before = len(self.world.answers(connection))
+        self.world.send(connection, message)
+        self.world.finish()
         self.read()
-        (found,) = self.bench.answers(connection)[before:]
+        (found,) = self.world.answers(connection)[before:]
         assert found.sequence == message.sequence
         return found
 
     def read(self):
         """Carry out the reads of the archive; return their number."""
-        reads = [each.read for each in self.bench.effects_of(service_effects.ReadArchive)]
-        self.bench.effects = [
-            each for each in self.bench.effects if not isinstance(each, service_effects.ReadArchive)
+        reads = [effect.read for effect in self.world.effects_of(service_effects.ReadArchive)]
+        self.world.effects = [
+            effect
+            for effect in self.world.effects
+            if not isinstance(effect, service_effects.ReadArchive)
         ]
         for read in reads:
             reader = ArchiveReader(
                 self.store, read.mark.manifest, read.mark.manifest_crc, self.cache
             )
-            self.bench.step(service.ArchiveAnswered(read, answer_from_archive(reader, read)))
+            self.world.step(service.ArchiveAnswered(read, answer_from_archive(reader, read)))
         return len(reads)
 
     def error(self, message, connection=1):
-        found = self.answer(message, connection)
-        assert isinstance(found, Nack), found
-        return error_from_code(found.error_code, found.message, found.first_available)
+        answer = self.answer(message, connection)
+        assert isinstance(answer, Nack), answer
+        return error_from_code(answer.error_code, answer.message, answer.first_available)
 
     def lineage(self, first, last):
         return self.answer(self.owner.make(LineageRequest, first, last))
@@ -100,43 +102,43 @@ class ArchivedLog:
 
 @pytest.fixture
 def archived(make, tmp_path):
-    bench = make(segment_bytes_max=700, retention=RetentionLimits(age_ms_max=1_000))
-    found = ArchivedLog(bench, tmp_path)
-    assert isinstance(bench.ask(1, found.mark()), SuccessResponse)
-    bench.finish()
-    assert bench.log.start.transaction_id == ROWS - 1, "the log has no archived record any more"
-    bench.ask(7, open_request())
-    yield found
-    found.cache.close()
+    world = make(segment_bytes_max=700, retention=RetentionLimits(age_ms_max=1_000))
+    archived = ArchivedLog(world, tmp_path)
+    assert isinstance(world.ask(1, archived.mark()), SuccessResponse)
+    world.finish()
+    assert world.log.start.transaction_id == ROWS - 1, "the log has no archived record any more"
+    world.ask(7, open_request())
+    yield archived
+    archived.cache.close()
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 15), (3, 3), (5, 12), (14, 99)])
 def test_a_reader_receives_removed_records_unchanged(archived, first, last):
     message = range_of(archived.owner, first, last, whole_batches=False, reader=True)
-    found = archived.answer(message, 7)
-    assert isinstance(found, RangeBytes)
+    answer = archived.answer(message, 7)
+    assert isinstance(answer, RangeBytes)
     end = min(last, ROWS - 1)
-    assert (found.first, found.count) == (first, end - first + 1)
+    assert (answer.first, answer.count) == (first, end - first + 1)
     offset, stop = (
         int(each) for each in raw_records.offsets_of(archived.all_records.lengths)[[first, end + 1]]
     )
-    assert bytes(found.records) == archived.all_records.records[offset:stop]
-    assert [each.first for each in found.lineage] == list(range(first // 2 * 2, end + 1, 2))
+    assert bytes(answer.records) == archived.all_records.records[offset:stop]
+    assert [entry.first for entry in answer.lineage] == list(range(first // 2 * 2, end + 1, 2))
 
 
 def test_a_reader_gets_the_headers_of_removed_records(archived):
     fields = {"form": RangeForm.HEADERS, "whole_batches": False, "reader": True}
-    found = archived.answer(range_of(archived.owner, 2, 9, **fields), 7)
-    assert (found.count, bytes(found.records)) == (8, archived.headers[2 * 28 : 10 * 28])
-    found = archived.answer(range_of(archived.owner, 2, 9, bytes_max=60, **fields), 7)
-    assert (found.count, bytes(found.records)) == (2, archived.headers[2 * 28 : 4 * 28])
+    answer = archived.answer(range_of(archived.owner, 2, 9, **fields), 7)
+    assert (answer.count, bytes(answer.records)) == (8, archived.headers[2 * 28 : 10 * 28])
+    answer = archived.answer(range_of(archived.owner, 2, 9, bytes_max=60, **fields), 7)
+    assert (answer.count, bytes(answer.records)) == (2, archived.headers[2 * 28 : 4 * 28])
 
 
 def test_the_owner_gets_the_lineage_of_removed_batches(archived):
-    found = archived.lineage(3, 9)
-    assert isinstance(found, LineageResponse)
-    assert found.lineage == archived.all_records.entries[1:5]
-    assert found.chain_before == archived.all_records.entries[0].chain
+    lineage = archived.lineage(3, 9)
+    assert isinstance(lineage, LineageResponse)
+    assert lineage.lineage == archived.all_records.entries[1:5]
+    assert lineage.chain_before == archived.all_records.entries[0].chain
 
 
 def test_a_copy_does_not_read_the_archive(archived):
@@ -157,74 +159,74 @@ def expire(archived, first):
     data = reader.manifest.with_expiry(first, 0).to_bytes()
     archived.store.write("expired", data)
     mark = replace(archived.mark(), first=first, manifest="expired", manifest_crc=crc32(data))
-    assert isinstance(archived.bench.ask(1, mark), SuccessResponse)
+    assert isinstance(archived.world.ask(1, mark), SuccessResponse)
 
 
 @pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS])
 def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     expire(archived, 6)
     fields = {"form": form, "whole_batches": False, "reader": True}
-    found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
-    assert isinstance(found, BeforeLogStart)
-    assert (found.first_available, found.retriable) == (6, False)
-    assert "the first available one is 6" in str(found)
+    error = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
+    assert isinstance(error, BeforeLogStart)
+    assert (error.first_available, error.retriable) == (6, False)
+    assert "the first available one is 6" in str(error)
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
 
 
 def test_the_owner_receives_an_error_for_an_expired_lineage(archived):
     expire(archived, 6)
-    found = archived.error(archived.owner.make(LineageRequest, 3, 9))
-    assert (type(found), found.first_available) == (BeforeLogStart, 6)
+    error = archived.error(archived.owner.make(LineageRequest, 3, 9))
+    assert (type(error), error.first_available) == (BeforeLogStart, 6)
 
 
 def test_a_missing_object_is_named(archived):
     (name,) = (each for each in archived.store.list_names("") if each.endswith(".parquet"))
     archived.store.delete(name)
     message = range_of(archived.owner, 0, 9, whole_batches=False, reader=True)
-    found = archived.error(message, 7)
-    assert isinstance(found, ObjectMissing)
-    assert name in str(found)
-    assert "Hint: `waltz-core archive verify --repair` replaces" in str(found)
+    error = archived.error(message, 7)
+    assert isinstance(error, ObjectMissing)
+    assert name in str(error)
+    assert "Hint: `waltz-core archive verify --repair` replaces" in str(error)
 
 
 def test_a_failed_read_of_the_archive_is_reported_once_for_a_while(archived):
-    bench = archived.bench
+    world = archived.world
     (name,) = (each for each in archived.store.list_names("") if each.endswith(".parquet"))
     archived.store.delete(name)
 
     def read(first):
         message = range_of(archived.owner, first, 9, whole_batches=False, reader=True)
         assert isinstance(archived.error(message, 7), ObjectMissing)
-        return reports(bench, "storage.archive_read_failed")
+        return reports(world, "storage.archive_read_failed")
 
     (report,) = read(2)
     assert (report["partition"], report["first"]) == (0, 2)
     assert name in str(report["error"])
     assert "Hint" not in str(report["error"])
     assert len(read(4)) == 1
-    bench.now_ms += REPORT_INTERVAL_MS
+    world.now_ms += REPORT_INTERVAL_MS
     assert len(read(4)) == 2
 
 
 def test_an_object_store_failure_is_reported_once_for_all_reads(archived):
-    bench, kinds = archived.bench, (ArchiveUnavailable, ArchiveUnavailable, BeforeLogStart)
+    world, kinds = archived.world, (ArchiveUnavailable, ArchiveUnavailable, BeforeLogStart)
     for number, kind in enumerate(kinds):
-        bench.send(7, range_of(archived.owner, number, 9, whole_batches=False, reader=True))
-        bench.finish()
-        (effect,) = bench.effects_of(service_effects.ReadArchive)
-        bench.effects.clear()
-        bench.step(service.ArchiveAnswered(effect.read, kind(f"cannot read {number}")))
-        found = reports(bench, "storage.archive_read_failed")
+        world.send(7, range_of(archived.owner, number, 9, whole_batches=False, reader=True))
+        world.finish()
+        (effect,) = world.effects_of(service_effects.ReadArchive)
+        world.effects.clear()
+        world.step(service.ArchiveAnswered(effect.read, kind(f"cannot read {number}")))
+        found = reports(world, "storage.archive_read_failed")
         assert len(found) == (1 if number == 0 else 0)
 
 
 def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
-    later = archived.bench.owned(7, connection=2)
+    later = archived.world.owned(7, connection=2)
     message = range_of(later, 0, 9, whole_batches=False, reader=True)
-    found = archived.error(message, 7)
-    assert isinstance(found, ArchiveUnavailable)
-    assert found.retriable
-    assert str(found) == (
+    error = archived.error(message, 7)
+    assert isinstance(error, ArchiveUnavailable)
+    assert error.retriable
+    assert str(error) == (
         "partition 0: transactions 0..9 were requested, but the log of this storage "
         "begins at 16; earlier transactions are in the archive, but the server that owns the "
         "partition has not sent the archived mark yet"
@@ -233,49 +235,49 @@ def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
 
 def test_an_archive_of_another_log_is_not_read(archived):
     """For example after a rollback of ZooKeeper: neither owner nor readers get these records."""
-    later = archived.bench.owned(7, connection=2)
+    later = archived.world.owned(7, connection=2)
     uploaded = archived.uploaded
     mark = later.make(SetArchived, uploaded.last, bytes(16), 0, uploaded.file_crc, uploaded.name)
     for connection, reader in ((2, False), (7, True)):
-        archived.bench.send(2, mark)
+        archived.world.send(2, mark)
         message = range_of(later, 0, 9, whole_batches=False, reader=reader)
-        archived.bench.send(connection, message)  # before the mark was compared
-        archived.bench.finish()
+        archived.world.send(connection, message)  # before the storage has compared the mark
+        archived.world.finish()
         assert archived.read() == 0
-        found = archived.error(
+        error = archived.error(
             range_of(later, 0, 9, whole_batches=False, reader=reader), connection
         )
-        assert isinstance(found, ArchiveUnavailable)
-        assert "has not sent" in str(found)
-    # The mark of this log is known to a read that follows it directly.
-    archived.bench.send(2, replace(mark, chain=uploaded.chain))
+        assert isinstance(error, ArchiveUnavailable)
+        assert "has not sent" in str(error)
+    # A read that follows the mark directly already uses the mark.
+    archived.world.send(2, replace(mark, chain=uploaded.chain))
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
 
 
 def test_a_read_is_answered_after_the_end_of_the_session(archived):
     message = range_of(archived.owner, 0, 1, whole_batches=False, reader=True)
-    archived.bench.send(7, message)
-    archived.bench.finish()
-    archived.bench.ask(2, prepare(archived.bench.owned(7, connection=2)))
+    archived.world.send(7, message)
+    archived.world.finish()
+    archived.world.ask(2, prepare(archived.world.owned(7, connection=2)))
     assert archived.read() == 1
-    assert archived.bench.answers(7)[-1].count == 2
-    assert archived.bench.service.queue_limits.reader_bytes == 0
+    assert archived.world.answers(7)[-1].count == 2
+    assert archived.world.service.queue_limits.reader_bytes == 0
 
 
 def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     archived = ArchivedLog(make(), tmp_path)
-    bench, owner = archived.bench, archived.owner
-    bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(4, 7),)))
+    world, owner = archived.world, archived.owner
+    world.log._files.write_slot(replace(world.log.slot, damaged=(IdRange(4, 7),)))
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
-    found = archived.error(message)
-    assert isinstance(found, ArchiveUnavailable), "the archive may have them"
+    error = archived.error(message)
+    assert isinstance(error, ArchiveUnavailable), "the archive may have them"
     assert (
         "records 4..7 are damaged; the server that owns the partition has not reported yet"
-        in str(found)
+        in str(error)
     )
-    bench.ask(1, archived.mark())
-    found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
-    assert (found.first, found.count) == (4, 6)
+    world.ask(1, archived.mark())
+    answer = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
+    assert (answer.first, answer.count) == (4, 6)
     for name in archived.store.list_names(""):
         archived.store.delete(name)
     archived.cache.close()
@@ -286,7 +288,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     assert "; in the archive: archive: cannot read " in str(found)
     assert archived.uploaded.name in str(found)
     assert "Hint: `waltz-core archive verify" in str(found)
-    (report,) = reports(bench, "storage.archive_read_failed")
+    (report,) = reports(world, "storage.archive_read_failed")
     assert isinstance(report["error"], ObjectMissing)
     rmtree(tmp_path / "archive")
     found = archived.error(replace(message, sequence=100))
@@ -297,32 +299,32 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
 
 
 def test_reads_from_the_archive_are_limited_and_block_no_connection(archived):
-    bench, owner = archived.bench, archived.owner
+    world, owner = archived.world, archived.owner
     messages = [
         range_of(owner, 0, 9, bytes_max=1 << 16, reader=True) for _ in range(QUERIES_MAX + 1)
     ]
     for message in messages:
-        bench.send(7, message)
-        bench.finish()
-    assert bench.service.queue_limits.reader_bytes == 0
-    assert not bench.effects_of(service_effects.PauseReading)
-    (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
+        world.send(7, message)
+        world.finish()
+    assert world.service.queue_limits.reader_bytes == 0
+    assert not world.effects_of(service_effects.PauseReading)
+    (rejected,) = (answer for answer in world.answers(7) if isinstance(answer, Nack))
     assert rejected.sequence == messages[-1].sequence
     error = error_from_code(rejected.error_code, rejected.message)
     assert isinstance(error, ArchiveUnavailable)
     assert str(error).endswith(
         f"; {QUERIES_MAX} requests already wait for the archive, which is the limit"
     )
-    assert bench.ask(1, owner.append(2)).synced_max == ROWS + 1
+    assert world.ask(1, owner.append(2)).synced_max == ROWS + 1
     assert archived.read() == QUERIES_MAX
     assert archived.answer(messages[0], 7).count == 10
 
 
 def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
-    bench = make(archive=None)
-    fill_log(bench)
-    owner = bench.owned(6)
-    bench.log._files.begin_after(AckedMarker(3, bench.log.chain_at(3)), bench.log.slot)
-    bench.ask(7, open_request())
-    answer = bench.ask(7, range_of(owner, 0, 1, reader=True))
+    world = make(archive=None)
+    fill_log(world)
+    owner = world.owned(6)
+    world.log._files.begin_after(AckedMarker(3, world.log.chain_at(3)), world.log.slot)
+    world.ask(7, open_request())
+    answer = world.ask(7, range_of(owner, 0, 1, reader=True))
     assert "but this storage has no setting `archive_url`" in answer.message

@@ -21,7 +21,7 @@ class Case:
     def __init__(self, folder):
         store = ArchiveStore(f"file://{folder}")
         self.log = write_archive(store, sizes=(3, 1, 40, 7))
-        self.paths = [folder / each.name for each in self.log.manifest.newest_objects]
+        self.paths = [folder / entry.name for entry in self.log.manifest.newest_objects]
         self.data = self.paths[0].read_bytes()
         self.threads = ThreadPoolExecutor(1)
         self.access = StorageArchive(store.url, CLUSTER_KEY, self.threads)
@@ -37,9 +37,11 @@ class Case:
         )
 
     def read(self, *ids):
-        for each in ids:
-            damage = self.access.find_damage_at((PARTITION_ID, each), self.log.name, self.log.crc)
-            self.access.on_location_read((PARTITION_ID, each), damage)
+        for transaction_id in ids:
+            damage = self.access.find_damage_at(
+                (PARTITION_ID, transaction_id), self.log.name, self.log.crc
+            )
+            self.access.on_location_read((PARTITION_ID, transaction_id), damage)
 
     def recheck(self, **changed):
         mark = SimpleNamespace(**{**vars(self.mark()), **changed})

@@ -210,7 +210,7 @@ def test_a_crash_during_the_creation_leaves_no_file_or_a_complete_file():
     pytest.fail("no creation completed without a crash")
 
 
-# ---- our slots
+# ---- the slots of this version
 
 
 def new_slots(disk, **fields):
@@ -245,7 +245,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
 
 @pytest.mark.parametrize("spoiled", ["newest", "older"])
 def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
-    """A misdirected write of a valid slot to the wrong position."""
+    """A misdirected write has stored a valid slot at the wrong position."""
     disk = new_disk()
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))

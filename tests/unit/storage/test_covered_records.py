@@ -37,7 +37,7 @@ NONCE = b"n" * 16
 
 
 def records(first, count, data=b"data"):
-    return [layout.record(one, data) for one in range(first, first + count)]
+    return [layout.record(number, data) for number in range(first, first + count)]
 
 
 def all_records(last):
@@ -45,7 +45,7 @@ def all_records(last):
 
 
 class World:
-    """A directory that 0.13 and this storage write in turn, one at a time."""
+    """A directory to which 0.13 and this version write alternately."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -99,7 +99,7 @@ class World:
         return self.log.read_range(0, self.log.max_id, 1 << 20, whole_batches=False).records
 
     def bounds(self):
-        return [(one.first, one.last) for one in self.log.lineage(0, self.log.max_id)[1]]
+        return [(entry.first, entry.last) for entry in self.log.lineage(0, self.log.max_id)[1]]
 
 
 @pytest.fixture
@@ -135,9 +135,9 @@ def append_ours(world, session, mark, batches_count=1):
     log.engage(session, mark)
     for first in range(mark + 1, mark + 1 + 5 * batches_count, 5):
         ours, chain = records(first, 5), log.chain
-        crcs = b"".join(one[-4:] for one in ours)
+        crcs = b"".join(our[-4:] for our in ours)
         after = next_chain(chain, first, first + 4, session, crcs)
-        lengths = np.array([len(one) for one in ours], dtype=np.int64)
+        lengths = np.array([len(our) for our in ours], dtype=np.int64)
         entry = LineageEntry(first, first + 4, session, 9, after)
         log.append(session, first, lengths, b"".join(ours), chain, (entry,))
         log.sync()
@@ -162,7 +162,7 @@ def test_batch_ends_depend_on_ids_and_marks_and_not_on_reopenings(empty_world):
 
 
 def test_batches_of_large_records_fit_into_a_frame(empty_world):
-    """Otherwise no replica could copy the batches."""
+    """No replica could copy larger batches."""
     empty_world.run_0_13(1, BEFORE_FIRST, records(0, 900, bytes(20_000)))
     sizes, first = [], 0
     while first < 900:
@@ -187,7 +187,7 @@ def test_batches_of_records_replaced_by_0_13_are_rebuilt(empty_world, count):
     crcs = raw_records.record_crcs(read.records, read.lengths)
     assert check_chain(read.entries, 0, GENESIS_CHAIN, crcs) is None
     assert empty_world.bounds() == [(0, 4), (5, last)]
-    assert [one.session_id for one in read.entries] == [1, NO_SESSION]
+    assert [entry.session_id for entry in read.entries] == [1, NO_SESSION]
     assert not empty_world.log.suspect
     assert empty_world.log.state().low_water_mark == last
 
@@ -199,7 +199,7 @@ def test_a_mark_of_0_13_is_not_reported_as_confirmed(world):
 
 
 def test_a_log_below_its_mark_reports_no_session(empty_world):
-    """0.13 sets its mark before it copies records: such a log is unknown, not short."""
+    """0.13 sets its mark before it copies records: the end of such a log is unknown."""
     empty_world.run_0_13(3, 7, records(0, 5))
     assert empty_world.log.prepare(4, NONCE).last_session == NO_SESSION
     empty_world.run_0_13(5, 7, records(5, 3))
@@ -305,8 +305,8 @@ def test_nonconsecutive_batches_are_rejected(world):
         with pytest.raises(BadRequest):
             world.log.append(2, start, lengths, data, before, (placed,))
         assert world.log.max_id == BEFORE_FIRST
-    for each in batches:
-        append(world, each)
+    for batch in batches:
+        append(world, batch)
     assert record_bytes(world) == world.content() == all_records(9)
 
 
@@ -335,7 +335,7 @@ def test_a_later_session_finds_all_records_with_batches(world):
 
 @pytest.mark.parametrize("added", [None, 2])
 def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
-    """This version after a clean stop, or 0.13, which appends records."""
+    """The next start is of this version after a clean stop, or of 0.13, which appends records."""
     cover(world)
     if added is None:
         world.stop()
@@ -419,7 +419,7 @@ def test_unbatched_records_of_an_earlier_version_get_batches(empty_world):
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty_world, restarts):
-    """Another replica has adopted the same records: both would vote for the truncation."""
+    """Another replica has adopted the same records, and both would support the truncation."""
     empty_world.log.prepare(2, NONCE)
     first, second = other_batches(records(0, 10), (6, 4), 2)
     append(empty_world, first)
@@ -435,6 +435,6 @@ def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty_
     chain = first[-1][0].chain
     assert empty_world.log.truncate(session, 5, 5, chain) == (5, chain)
     empty_world.crash()
-    found = empty_world.log.prepare(9, NONCE)
-    assert (found.synced_max, found.last_session) == (9, 6)
+    prepared = empty_world.log.prepare(9, NONCE)
+    assert (prepared.synced_max, prepared.last_session) == (9, 6)
     assert empty_world.content() == all_records(9)

@@ -78,7 +78,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("hanging_call", ["room", "close"])
 def test_a_hanging_disk_does_not_block_the_shutdown(tmp_path, hanging_call):
-    """The next process needs the locks; a thread that hangs on a disk may never return."""
+    """The next process needs the file locks; a thread that hangs on a disk may never return."""
     command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), hanging_call]
     ended = subprocess.run(
         command, timeout=TEST_TIMEOUT_S, check=False, capture_output=True, text=True

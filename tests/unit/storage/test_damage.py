@@ -110,8 +110,8 @@ def test_a_repair_waits_for_the_batch_after_a_lost_batch(log):
     with pytest.raises(ChecksumMismatch):
         log.segments.entries(0, 0, 1)
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == ()
-    assert [each[1:3] for each in log.segments.entries(0, 9, 9)[1]] == [
-        each[1:3] for each in log.entries
+    assert [entry[1:3] for entry in log.segments.entries(0, 9, 9)[1]] == [
+        entry[1:3] for entry in log.entries
     ]
     assert log.segments.read(0, 9)[0] == log.records
 
@@ -160,7 +160,7 @@ def test_adjacent_lost_batches_or_a_lost_last_batch_cannot_be_proved(log, spoile
         log.fill(first, last, slot=Slot(2, damaged=(*HOLE.damaged, IdRange(8, 8))))
 
 
-# ---- blocks that the disk does not give (512 bytes on this one)
+# ---- blocks that the disk cannot read (blocks of 512 bytes in these tests)
 
 
 class LogWithLostBlocks(Log):
@@ -179,10 +179,10 @@ def test_lost_blocks_are_overwritten_in_parts(pieces):
     first, last = SEGMENT_HEADER_BYTES + RECORD_BYTES * 21, SEGMENT_HEADER_BYTES + RECORD_BYTES * 40
     log.disk.make_unreadable(log.path, first + 30, last - 30)
     damaged = (IdRange(21, 39),)
-    at = 21
+    first_id = 21
     for end in pieces:
-        damaged = log.fill(at, end, slot=Slot(2, damaged=damaged))
-        at = end + 1
+        damaged = log.fill(first_id, end, slot=Slot(2, damaged=damaged))
+        first_id = end + 1
     outside_range = [one for one in damaged if one.last < 21 or one.first > 39]
     assert len(outside_range) == len(damaged), "no repaired record is damaged"
     for one in outside_range:  # the record shared a block with them

@@ -186,14 +186,14 @@ def test_a_file_gets_its_name_after_its_content():
 
 def test_only_one_opener_can_lock_a_whole_file(disk_and_directory):
     disk, directory = disk_and_directory
-    one = disk.open(directory / "f", create=True)
-    two = disk.open(directory / "f")
-    assert one.lock_whole_file()
-    assert one.lock_whole_file()
-    assert not two.lock_whole_file()
-    one.close()
-    assert two.lock_whole_file()
-    two.close()
+    first = disk.open(directory / "f", create=True)
+    second = disk.open(directory / "f")
+    assert first.lock_whole_file()
+    assert first.lock_whole_file()
+    assert not second.lock_whole_file()
+    first.close()
+    assert second.lock_whole_file()
+    second.close()
 
 
 def test_a_range_that_another_process_has_locked_is_rejected(tmp_path):
@@ -250,7 +250,7 @@ def test_an_error_of_the_system_names_the_call_and_the_file(tmp_path, monkeypatc
     file.close()
 
 
-# ---- descriptors of the real one
+# ---- descriptors of the real disk
 
 
 @pytest.fixture
@@ -284,11 +284,11 @@ def test_the_number_of_open_descriptors_is_limited(tmp_path):
 
 def test_the_file_that_was_not_used_for_longest_is_closed_first(tmp_path):
     disk = RealDisk(3)
-    one, two, _ = (disk.open(tmp_path / name, create=True) for name in "123")
-    one.size()
+    first_file, second_file, _ = (disk.open(tmp_path / name, create=True) for name in "123")
+    first_file.size()
     disk.open(tmp_path / "4", create=True)
     assert open_names(tmp_path) == {"1", "3", "4"}
-    two.size()
+    second_file.size()
     assert open_names(tmp_path) == {"1", "2", "4"}
 
 
@@ -404,7 +404,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
 
 def test_an_error_while_closing_a_file_to_make_room_is_ignored(tmp_path, monkeypatch):
     disk = RealDisk(1)
-    one = disk.open(tmp_path / "1", create=True)
+    first = disk.open(tmp_path / "1", create=True)
     close = os.close
 
     def close_and_fail(fd):
@@ -413,10 +413,10 @@ def test_an_error_while_closing_a_file_to_make_room_is_ignored(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "close", close_and_fail)
-        two = disk.open(tmp_path / "2", create=True)
-        two.pwrite([b"x"], 0)
-        assert one.size() == 0
-        two.sync()
+        second = disk.open(tmp_path / "2", create=True)
+        second.pwrite([b"x"], 0)
+        assert first.size() == 0
+        second.sync()
     assert open_names(tmp_path) == {"2"}
 
 
@@ -494,7 +494,7 @@ def test_the_in_memory_disk_has_a_capacity():
     assert file.pread(5, 0) == b"again"
 
 
-# ---- what a killed process may have left
+# ---- files that a killed process may have left
 
 
 def test_making_an_existing_directory_syncs_its_parent_if_readable(tmp_path, monkeypatch):
@@ -525,7 +525,7 @@ def test_the_last_file_is_named_only_after_the_others_are_durable():
     assert {frozenset("a"), frozenset("b"), frozenset("abc")} <= seen
 
 
-# ---- what the system's memory keeps
+# ---- the page cache
 
 
 MIB = 1024 * 1024
@@ -556,7 +556,7 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
 
 @pytest.mark.parametrize("has_cut", [False, True])
 def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
-    """The pieces match no folio; after a truncation, the newest part is at the new end."""
+    """The pieces do not match the folios. After a truncation, the newest part is at the new end."""
     kept, size = MIB, 1_088_001
     file = RealDisk(page_cache_bytes_max=kept).open(tmp_path / "f", create=True)
     for count in (16, 14) if has_cut else (16,):
@@ -571,7 +571,7 @@ def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
     if all(in_memory):
         pytest.skip("a file system in memory")
     assert in_memory[-1]
-    # Less than one step is not released, nor a folio in which a step ends.
+    # A part that is smaller than a step is not released, nor a folio in which a step ends.
     assert sum(in_memory) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
@@ -595,13 +595,13 @@ def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
     """The page cache has the file in folios, which may be larger than a piece."""
     file, written, piece = RealDisk().open(tmp_path / "f", create=True), 2 * MIB, MIB // 4
     size = 3 * written
-    for at in range(100, size, written):
-        file.pwrite([os.urandom(written)], at)
+    for offset in range(100, size, written):
+        file.pwrite([os.urandom(written)], offset)
         file.sync()
     before = bytes_read()
-    for at in (0, *range(144, size, piece)):  # like the pieces of a segment, after its header
-        file.drop_cached(at, piece)
-        file.pread(piece, at)
+    for offset in (0, *range(144, size, piece)):  # like the pieces of a segment, after its header
+        file.drop_cached(offset, piece)
+        file.pread(piece, offset)
     from_disk = bytes_read() - before
     file.drop_cached(0, 2 * size)
     in_memory = pages_in_memory(tmp_path / "f")

@@ -33,7 +33,7 @@ def test_a_rewrite_over_lost_sectors_keeps_the_header_and_readable_entries():
     index.sync()
     disk.make_unreadable(IDX, 0, 0)
     disk.make_unreadable(IDX, 1_024, 1_024)
-    index.overwrite(130, np.arange(130, 140))  # in the third sector; the first stays lost
+    index.overwrite(130, np.arange(130, 140))  # in the third sector; the first sector stays lost
     assert index.read(130, 170).tolist() == [*range(130, 140), *[0] * 36, *range(176, 300)]
     index.overwrite(3, np.arange(3, 5))
     assert disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES] == BLANK.encode()
@@ -109,7 +109,7 @@ def test_a_partial_offset_at_the_end_is_ignored(tmp_path):
 def test_the_position_of_an_id_is_the_first_batch_that_ends_at_or_after_it():
     lineage, entries = filled_lineage(new_disk(), (3, 1, 5, 2))
     for wanted in range(14):
-        expected = next((i for i, one in enumerate(entries) if one.last >= wanted), 4)
+        expected = next((i for i, entry in enumerate(entries) if entry.last >= wanted), 4)
         assert lineage.position_of(wanted) == expected
     assert new_lineage(new_disk()).position_of(0) == 0
 

@@ -17,7 +17,7 @@ OWNER = OwnerSession(1)
 
 def lane(*, writes=(), reads=(), piece=None):
     new_lane = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
-    new_lane.writes.extend(LaneRequest(1, each) for each in writes)
+    new_lane.writes.extend(LaneRequest(1, write) for write in writes)
     new_lane.reads.extend(LaneRequest(1, each) for each in reads)
     new_lane.scrub_piece = piece
     return new_lane
@@ -25,7 +25,9 @@ def lane(*, writes=(), reads=(), piece=None):
 
 def kinds(work):
     requests, piece = work
-    return [type(each.message).__name__ for each in requests] + ([] if piece is None else [piece])
+    return [type(request.message).__name__ for request in requests] + (
+        [] if piece is None else [piece]
+    )
 
 
 def a_read():
@@ -68,7 +70,7 @@ def test_a_group_is_bounded(monkeypatch):
 def test_requests_are_charged_for_sent_or_requested_bytes():
     least = queue_bytes(OWNER.make(Heartbeat))
     assert queue_bytes(a_read()) == least + 100
-    # An answer is never as large as a peer may request, and locations are small.
+    # Answers have a limited size, whatever a peer requests, and locations are small.
     most = replace(a_read(), bytes_max=(1 << 31) - 1)
     assert queue_bytes(most) == least + RANGE_BYTES_MAX
     assert queue_bytes(replace(most, whole_batches=True)) == least + BATCHES_BYTES_MAX

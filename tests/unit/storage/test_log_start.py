@@ -264,7 +264,7 @@ def test_an_older_slot_does_not_restore_removed_segments(world):
     world.control.close()
     path = world.directory / "0" / SLOTS_NAME
     content = bytearray(path.read_bytes())
-    slots = [Slot.decode(content[at : at + 512]) for at in (0, SLOT_BLOCK_BYTES)]
+    slots = [Slot.decode(content[offset : offset + 512]) for offset in (0, SLOT_BLOCK_BYTES)]
     assert {slot.start for slot in slots} == {start}
     newer = max((0, 1), key=lambda position: slots[position].sequence)
     content[newer * SLOT_BLOCK_BYTES + 40] ^= 1

@@ -1,4 +1,4 @@
-"""Which parts of a file are dropped from the page cache."""
+"""Parts of a file are dropped from the page cache."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ def released_ranges(tail, *writes):
 
 
 def pieces(size, *, start=0, step=MIB):
-    return [(at, step) for at in range(start, start + size, step)]
+    return [(offset, step) for offset in range(start, start + size, step)]
 
 
 def test_old_pages_are_released_in_steps_and_the_newest_are_kept():
@@ -36,7 +36,7 @@ def test_old_pages_are_released_in_steps_and_the_newest_are_kept():
     assert released_ranges(tail, (0, MIB)) == [], "overwriting does not move the end"
     dropped = released_ranges(tail, *pieces(5 * STEP_BYTES, start=newest))
     assert [start + size for start, size in dropped] == [n * STEP_BYTES for n in range(1, 6)]
-    # Each range begins before the end of the last one, which may be within a folio.
+    # Each range begins before the end of the previous range, which may be within a folio.
     expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
     assert [start for start, _ in dropped] == expected
     tail.truncate(2 * MIB)

@@ -1,4 +1,4 @@
-"""One partition's log on a disk that crashes: exactly what was acknowledged remains."""
+"""One partition's log on a disk that crashes: exactly the acknowledged records remain."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -157,11 +157,11 @@ class World:
         if self.log.max_id < 0:
             return b""
         parts = []
-        at = 0
-        while at <= self.log.max_id:
-            read = self.log.read_range(at, self.log.max_id, 1000, whole_batches=False)
+        next_id = 0
+        while next_id <= self.log.max_id:
+            read = self.log.read_range(next_id, self.log.max_id, 1000, whole_batches=False)
             parts.append(read.records)
-            at += len(read.lengths)
+            next_id += len(read.lengths)
         return b"".join(parts)
 
 
@@ -212,7 +212,7 @@ def test_only_a_provisional_mark_may_be_lowered(world):
     world.log.set_low_water_mark(1, 5, world.log.chain)
     world.log.prepare(2, NONCE)
     assert world.log.truncate(2, 2, 2, world.log.chain_at(2)) == (2, world.log.chain)
-    # The mark was removed with its records; its session still counts as never opened.
+    # The mark was removed with its records. Its session is still regarded as never opened.
     assert (world.log.state().mark_confirmed, world.log.state().engaged_session) == (True, -1)
     world.log.set_low_water_mark(2, 2, world.log.chain)
     assert world.log.state().engaged_session == -1
@@ -225,7 +225,7 @@ def test_only_a_provisional_mark_may_be_lowered(world):
     with pytest.raises(DataLoss):
         world.log.truncate(3, 1, BEFORE_FIRST, GENESIS_CHAIN)
     assert world.log.max_id == 2
-    # A session that set its mark but never opened does not undo the earlier one.
+    # A session that set its mark but never opened does not undo the earlier mark.
     world.log.set_low_water_mark(3, 2, world.log.chain)
     world.crash()
     state = world.log.state()
@@ -313,7 +313,7 @@ def test_losses_next_to_a_repair_are_found_after_a_crash(world):
 
 
 def test_repairs_are_rejected_after_a_failed_write_in_the_session(world):
-    """The acked marker cannot move any more, so it would not reveal records lost after it."""
+    """The acked marker cannot move any more, so it would not show the loss of later records."""
     written = world.append([3, 4] * 20)
     flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -442,7 +442,10 @@ def test_missing_index_files_are_rebuilt(world, names, suspect):
     read = world.log.read_range(0, 149, 1 << 20, whole_batches=True)
     assert read.records == written
     assert (world.log.chain == chain) == (names != "*.chn")
-    assert [one.first for one in read.entries] == [0, *(one.last + 1 for one in read.entries[:-1])]
+    assert [entry.first for entry in read.entries] == [
+        0,
+        *(entry.last + 1 for entry in read.entries[:-1]),
+    ]
     world.log.prepare(2, NONCE)
     world.append([3], session=2)
     world.log.set_low_water_mark(2, 152, world.log.chain)
@@ -568,7 +571,7 @@ def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
 
 @pytest.mark.parametrize("is_opened", [False, True])
 def test_records_of_0_13_are_adopted_after_an_incomplete_mark(world, monkeypatch, is_opened):
-    """The slot refers to a control structure that was not written; then 0.13 writes one."""
+    """The slot refers to a control structure that was not written. Then 0.13 writes a structure."""
     written = world.append([5])
     monkeypatch.setattr(world.control, "set_marks", lambda *_: (_ for _ in ()).throw(PowerLost))
     with pytest.raises(PowerLost):
@@ -640,7 +643,7 @@ def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, wha
 def test_a_damaged_batch_does_not_prevent_a_new_segment(world):
     """After an error here the log would have a part of the next batch, without its entry.
 
-    The log's end would be reported with the chain of an earlier one.
+    The log's end would be reported with the chain of an earlier batch.
     """
     world.append([20])
     path = world.directory / "0" / f"{0:019d}.chn"

@@ -48,7 +48,7 @@ class Log:
         end = first + read.lengths.size - 1
         assert read.first == first
         assert read.records == self.records[first * RECORD_BYTES : (end + 1) * RECORD_BYTES]
-        touching = [one for one in self.entries if one.last >= first and one.first <= end]
+        touching = [entry for entry in self.entries if entry.last >= first and entry.first <= end]
         position = self.entries.index(touching[0])
         assert read.entries == tuple(touching)
         assert read.chain_before == (
@@ -142,11 +142,11 @@ def test_headers_of_large_records_are_returned_in_several_answers(log, monkeypat
     assert log.reader.read_headers(1, 11, 1 << 20).record_count == 1
 
 
-# ---- a disk that does not give bytes
+# ---- a disk that cannot read some bytes
 
 
 class LargeLog(Log):
-    """Twenty batches of five records of 60 bytes in one cold segment, and one more after it."""
+    """Twenty batches of five 60-byte records in one cold segment, and another segment after it."""
 
     batches = ([5] * 20, [3])
 
@@ -217,8 +217,10 @@ def test_batches_are_reconstructed_even_if_records_cannot_be_read(large_log):
         assert read.lengths.size == 9
         assert read.records == large_log.records[first * RECORD_BYTES : (first + 9) * RECORD_BYTES]
     entries = large_log.segments.entries(0, 99, 99)[1]
-    assert any(one.session_id == RECONSTRUCTED for one in entries)
-    assert {one for one in entries if one.session_id != RECONSTRUCTED} <= set(large_log.entries)
+    assert any(entry.session_id == RECONSTRUCTED for entry in entries)
+    assert {entry for entry in entries if entry.session_id != RECONSTRUCTED} <= set(
+        large_log.entries
+    )
 
 
 def test_checked_records_are_counted(large_log):
@@ -255,7 +257,7 @@ def last_located_id(log, first, last, bytes_max=1 << 20):
     assert found == log.records[first * RECORD_BYTES : (end + 1) * RECORD_BYTES]
     assert read.lengths.tolist() == [RECORD_BYTES] * read.lengths.size
     assert read.entries == tuple(
-        one for one in log.entries if one.last >= first and one.first <= end
+        entry for entry in log.entries if entry.last >= first and entry.first <= end
     )
     return end
 

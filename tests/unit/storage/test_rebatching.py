@@ -21,7 +21,7 @@ def test_batches_after_an_id_are_dropped_in_every_segment():
     for end, left in ((8, 4), (6, 3), (5, 2), (2, 1), (1, 0), (-1, 0)):
         segments, records, entries = make_segments(new_disk(), [3, 2], [2], [2])
         rebatching.drop_batches(segments, end)
-        fitting = [each for each in entries if each.last <= end]
+        fitting = [entry for entry in entries if entry.last <= end]
         assert entries_of(segments) == fitting
         assert len(fitting) == {4: 4, 3: 3, 2: 2, 1: 1, 0: 0}[left]
         assert content(segments) == records

@@ -23,7 +23,7 @@ from waltz_core.storage.files.record_search import (
 
 SEG, IDX = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx"))
 MIB = 1 << 20
-RECORD_BYTES = 60  # of a record as `fill_segment` makes them
+RECORD_BYTES = 60  # the size of a record of `fill_segment`
 NOWHERE = np.zeros(0, dtype=np.int64)
 
 
@@ -43,8 +43,8 @@ def test_a_search_finds_the_next_intact_record_after_a_corrupt_one():
     starts, end = scan(file, offset_of(3), 4, size=size, stop_id=None)
     assert (starts.size, end) == (0, offset_of(3))
     for hole, behind in ((0, 1), (1, 3), (2, 3), (4, 5)):
-        found = find_record(file, offset_of(hole), hole, size=size, starts=NOWHERE)
-        assert found == (behind, offset_of(behind), False)
+        record = find_record(file, offset_of(hole), hole, size=size, starts=NOWHERE)
+        assert record == (behind, offset_of(behind), False)
     assert find_record(file, offset_of(5), 5, size=size, starts=NOWHERE) is None
     assert find_record(file, size, 0, size=size, starts=NOWHERE) is None
 
@@ -80,7 +80,7 @@ def with_later_records(offset):
 
 
 def test_damage_ends_at_a_record_that_the_index_confirms():
-    # Overwrites the middle of 8 up to the middle of 12; earlier records would have space.
+    # The damage is from the middle of 8 up to the middle of 12.
     assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
 
 
@@ -196,11 +196,11 @@ def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
     file.pwrite([Random(1).randbytes(9 * MIB), records], 0)
     tracemalloc.start()
     try:
-        found = find_record(file, 0, 3, size=file.size(), starts=NOWHERE)
+        record = find_record(file, 0, 3, size=file.size(), starts=NOWHERE)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found == (9, 9 * MIB, False)
+    assert record == (9, 9 * MIB, False)
     assert int(lengths[0]) == len(records)
     assert peak < 24 * MIB
 
@@ -223,8 +223,8 @@ def test_data_that_resembles_long_records_is_searched_quickly():
     records, _ = make_run(8, [100])
     content = forged * 50 + records + bytes(7 * MIB)
     file = CountingFile(content)
-    found = find_record(file, 0, 7, size=len(content), starts=NOWHERE)
-    assert found == (8, 50 * len(forged), False)
+    record = find_record(file, 0, 7, size=len(content), starts=NOWHERE)
+    assert record == (8, 50 * len(forged), False)
     assert file.read_bytes < 2 * len(content)
 
 

@@ -177,7 +177,7 @@ def test_a_fallback_to_the_older_slot_rejects_all_earlier_sessions():
     assert slot.suspect
     assert slot.promised == 5
     assert slot.nonce not in {b"", bytes(16)}
-    # The same again before any session: no owner can have a later promise.
+    # A second opening before any session has the same result: no owner can have a later promise.
     content = disk.visible_content(ROOT / SLOTS_NAME)
     older = min((0, 1), key=lambda position: Slot.decode(_block(content, position)).sequence)
     disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
@@ -261,7 +261,7 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
     assert not slots.slot.suspect
 
 
-# ---- what cannot be a log
+# ---- files that are not a log
 
 
 def test_missing_slots_are_reported_and_not_rebuilt():
@@ -326,7 +326,7 @@ def test_a_directory_of_0_13_gets_batches_and_is_not_suspect():
     segments, slots = open_disk(disk, info=info)
     assert content(segments) == records
     entries = list(segments.entries_from(0))
-    assert [(one.first, one.last, one.session_id) for one in entries] == [
+    assert [(entry.first, entry.last, entry.session_id) for entry in entries] == [
         (0, 4, NO_SESSION),
         (5, 6, NO_SESSION),
     ]
@@ -359,7 +359,7 @@ def adopt_0_13_log(spoil=lambda _disk: None):
     ids=["record", "index"],
 )
 def test_corruption_before_the_adoption_does_not_change_the_chain(spoil, damaged):
-    """Otherwise this replica could not be compared with the other replicas."""
+    """With another chain, this replica could not be compared with the other replicas."""
     entries, slot = adopt_0_13_log(spoil)
     assert (entries, slot.damaged, slot.suspect) == (adopt_0_13_log()[0], damaged, False)
 
@@ -375,7 +375,7 @@ def test_a_record_without_a_checksum_makes_an_adopted_log_suspect(is_zero):
 
     entries, slot = adopt_0_13_log(spoil)
     assert (slot.damaged, slot.suspect) == ((IdRange(3, 3),), True)
-    assert {one.session_id for one in entries} == {RECONSTRUCTED}
+    assert {entry.session_id for entry in entries} == {RECONSTRUCTED}
     assert slot.low_water_mark == BEFORE_FIRST
 
 
@@ -395,7 +395,7 @@ def test_an_adopted_log_opens_despite_an_unreadable_sector():
 
 
 def test_a_damaged_record_above_a_0_13_mark_is_not_a_torn_tail():
-    """Later records may have been acknowledged: the replica must not report that it has none."""
+    """Later records may have been acknowledged. The replica must not report that it lacks them."""
     disk = new_disk()
     _, records, _ = make_segments(disk, [12])
     disk.unlink(path_of(0, ".chn"))
@@ -425,7 +425,7 @@ def test_an_oversized_0_13_transaction_is_not_a_torn_tail():
 
 
 def test_a_session_of_0_13_overrides_an_earlier_promise():
-    """The nonce belongs to another owner of an older session."""
+    """The earlier promise has the nonce of another owner, of an older session."""
     disk = new_disk()
     write_log(disk, [3], promised=4, nonce=bytes([7] * 16), control_file_sequence=3)
     slot = open_disk(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
@@ -513,7 +513,7 @@ def test_all_files_are_prefetched_before_the_first_is_read():
     assert disk.announced == (before, ROOT, names | {SLOTS_NAME})
 
 
-# ---- what is synced (rule 9)
+# ---- syncs (rule 9)
 
 
 def synced_by_opening(disk, **wanted):
@@ -578,7 +578,7 @@ def test_adopted_records_are_read_again_after_a_restart():
     for first in firsts:
         disk.unlink(path_of(first, ".chn"))
     info = INFO._replace(session_id=5, low_water_mark=2799, local_low_water_mark=2799, sequence=9)
-    for created_ms in (77, 78):  # the time of each start, and not that of the segments
+    for created_ms in (77, 78):  # the time of each start, not of the segments
         blank = BLANK._replace(created_ms=created_ms)
         segments, slots = open_log(disk, ROOT, blank, info, trust_fsync=True)
         assert not slots.slot.suspect

@@ -75,15 +75,17 @@ def test_wiping_a_replica_keeps_its_promise_and_flags(disk, control):
 def test_each_step_is_durable_before_the_next(disk, control, intent):
     """A file system may persist names in any order, unless the directory is synced in between.
 
-    A log that comes back without its slots could not be opened, or be trusted again.
+    A log that reappears without its slots could not be opened, or could not be trusted.
     """
     trace_start = len(disk.trace)
     removal.wipe(disk, HOME, control, intent)
     steps = disk.trace[trace_start:]
     synced = [position for position, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
-    logs = [at for at, step in enumerate(steps) if step.startswith("unlink 0")]
-    slots = [at for at, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}]
-    (gone,) = (at for at, step in enumerate(steps) if step == f"unlink {WIPE_NAME}")
+    logs = [index for index, step in enumerate(steps) if step.startswith("unlink 0")]
+    slots = [
+        index for index, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}
+    ]
+    (gone,) = (index for index, step in enumerate(steps) if step == f"unlink {WIPE_NAME}")
     assert len(logs) == 6
     assert slots
     for before, after in ((max(logs), slots[-1]), (slots[-1], gone), (gone, len(steps))):

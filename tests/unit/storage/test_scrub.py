@@ -22,8 +22,8 @@ DAY_MS = 86_400_000
 
 def new_scrub(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, positions=None):
     scrub = Scrub(bytes_per_s=bytes_per_s, interval_ms=interval_ms, positions=positions)
-    for each in partitions:
-        scrub.on_partition_opened(each, 0)
+    for partition in partitions:
+        scrub.on_partition_opened(partition, 0)
     return scrub
 
 
@@ -92,7 +92,7 @@ def test_with_rate_zero_only_requested_passes_run():
     assert scrub.wake_at_ms == 170
     assert read(scrub, 170)[2]
     assert scrub.wake_at_ms is None
-    assert [each.passes_count for each in scrub.states(170)] == [0, 1]
+    assert [state.passes_count for state in scrub.states(170)] == [0, 1]
 
 
 def test_requested_passes_run_first_and_from_the_beginning():
@@ -169,8 +169,8 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
         positions[partition] = piece.first + 1 + turns % 7
         scrub.on_piece_done(partition, ScrubResult(positions[partition], size), now_ms)
         total += size
-    assert all(positions[each] > last for each, last in enumerate(lasts))
-    assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
+    assert all(positions[number] > last for number, last in enumerate(lasts))
+    assert [state.passes_count for state in scrub.states(now_ms)] == [1] * len(lasts)
 
 
 # ---- the file

@@ -25,7 +25,7 @@ from waltz_core.storage.files.segment import Segment
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
 SEG, IDX, CHN = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))
-RECORD_BYTES = 60  # of a record as `fill_segment` makes them
+RECORD_BYTES = 60  # the size of a record of `fill_segment`
 
 
 def offset_of(transaction_id):
@@ -198,7 +198,7 @@ def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
 
 
 def test_an_impossible_gap_of_ids_allocates_no_memory():
-    """For example if all segments between two are missing, or a file has a wrong name."""
+    """For example, all segments between two others are missing, or a file has a wrong name."""
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     segment = open_segment(disk)
@@ -257,7 +257,7 @@ def test_offsets_with_too_large_differences_do_not_count_as_ascending():
     assert segment.bounds(4, 6).tolist() == [offset_of(4)] * 3 + [offset_of(4) + 30]
 
 
-# ---- what a failed sync leaves
+# ---- after a failed sync
 
 
 def test_rewritten_pages_are_durable_even_if_the_cache_calls_them_clean():

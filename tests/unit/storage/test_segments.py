@@ -71,7 +71,7 @@ def test_a_read_crosses_segments_and_returns_at_least_one_record():
 
 def test_chains_are_known_only_at_the_ends_of_batches():
     segments, _, entries = segments_with_spanning_batch(new_disk())
-    ends = {one.last: one.chain for one in entries} | {BEFORE_FIRST: GENESIS_CHAIN}
+    ends = {entry.last: entry.chain for entry in entries} | {BEFORE_FIRST: GENESIS_CHAIN}
     for transaction_id in range(-2, 12):
         assert segments.chain_at(transaction_id) == ends.get(transaction_id)
     assert segments.chain == entries[-1].chain
@@ -82,7 +82,7 @@ def test_batches_of_a_range_are_returned_with_the_chain_before_them():
     segments, _, entries = segments_with_spanning_batch(new_disk())
     for first in range(10):
         for last in range(first, 10):
-            expected = [one for one in entries if one.last >= first and one.first <= last]
+            expected = [entry for entry in entries if entry.last >= first and entry.first <= last]
             position = entries.index(expected[0])
             before = entries[position - 1].chain if position else GENESIS_CHAIN
             assert segments.entries(first, last, 99) == (before, tuple(expected))
@@ -107,7 +107,7 @@ def test_a_truncation_may_cross_segments_and_be_repeated(last_to_keep):
     names = [name for name in disk.list(ROOT) if name.endswith(".seg")]
     assert names == [segment_name(first, ".seg") for first in firsts]
     again = reopen(disk, *firsts)
-    kept = [one for one in entries if one.last <= last_to_keep]
+    kept = [entry for entry in entries if entry.last <= last_to_keep]
     assert list(again.entries_from(0)) == kept
     assert again.chain == (kept[-1].chain if kept else GENESIS_CHAIN)
     if last_to_keep >= 0:

@@ -1,4 +1,4 @@
-"""Which partitions a storage opens, how many at once, and when it checks again."""
+"""A storage opens its partitions, a limited number at once, and checks them again."""
 
 import asyncio
 import threading
@@ -29,8 +29,8 @@ from waltz_sim.world.simulated_disk import SimDisk
     [
         ((), (), (), None),
         ((0, 2), (0, 2), (0, 2), None),
-        ((0,), (0, 1), (0, 1, 2), REOPEN_S_MIN),  # one could not be opened
-        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # one was unassigned, and its owner still uses it
+        ((0,), (0, 1), (0, 1, 2), REOPEN_S_MIN),  # a partition could not be opened
+        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # an unassigned one is still in use
         ((0, 1), (0, 2), (0, 1, 2), REOPEN_S_MIN),
         ((0,), (0,), (0, 1), REOPEN_S_MAX),
         ((), (), (1,), REOPEN_S_MAX),
@@ -93,7 +93,7 @@ class Directory:
 
 
 class Metadata:
-    """ZooKeeper metadata: the partitions whose sessions still include this storage."""
+    """The metadata in ZooKeeper: the partitions whose sessions still include this storage."""
 
     def __init__(self, *session_members):
         self.session_members = set(session_members)

@@ -99,7 +99,7 @@ class FailingDisk(RealDisk):
         return FailingFile(super().open(path, **how), self)
 
 
-class Bench:
+class ServiceWorld:
     """A service with recorded effects; the test runs the queued work."""
 
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
@@ -148,7 +148,9 @@ class Bench:
         before = len(self.answers())
         self.send(connection, message)
         self.finish()
-        answers = [one for one in self.answers()[before:] if not isinstance(one[1], DamageFound)]
+        answers = [
+            answer for answer in self.answers()[before:] if not isinstance(answer[1], DamageFound)
+        ]
         assert len(answers) == 1, answers
         assert answers[0][0] == connection
         assert answers[0][1].sequence == message.sequence
@@ -163,17 +165,17 @@ class Bench:
 
     def answers(self, connection=None):
         found = [
-            (each.connection, each.message)
-            for each in self.effects
-            if isinstance(each, service_effects.SendStorageMessage)
+            (effect.connection, effect.message)
+            for effect in self.effects
+            if isinstance(effect, service_effects.SendStorageMessage)
         ]
         return found if connection is None else [m for c, m in found if c == connection]
 
     def effects_of(self, kind):
-        return [each for each in self.effects if isinstance(each, kind)]
+        return [effect for effect in self.effects if isinstance(effect, kind)]
 
     def owned(self, session_id=1, connection=1, *, engaged=True):
-        """Return an owner whose session is prepared, and engaged if wanted."""
+        """Return an owner whose session is prepared and, if requested, engaged."""
         owner = OwnerSession(session_id)
         prepared = self.ask(connection, prepare(owner))
         assert isinstance(prepared, Prepared)
@@ -188,19 +190,19 @@ class Bench:
 
 @pytest.fixture
 def make(tmp_path):
-    benches = []
+    worlds = []
 
-    def make_bench(**options):
-        benches.append(Bench(tmp_path / str(len(benches)), **options))
-        return benches[-1]
+    def make_world(**options):
+        worlds.append(ServiceWorld(tmp_path / str(len(worlds)), **options))
+        return worlds[-1]
 
-    yield make_bench
-    for bench in benches:
-        bench.engine.abandon()
+    yield make_world
+    for world in worlds:
+        world.engine.abandon()
 
 
 @pytest.fixture
-def bench(make):
+def world(make):
     return make()
 
 
@@ -226,12 +228,12 @@ def open_request(key=KEY, count=4):
 
 
 @pytest.mark.parametrize("storage_id", [STORAGE_ID, NO_ID], ids=["registered", "not yet"])
-def test_a_new_replica_reports_an_empty_log(bench, storage_id):
-    answer = bench.ask(1, prepare(OwnerSession(5), storage_id=storage_id))
+def test_a_new_replica_reports_an_empty_log(world, storage_id):
+    answer = world.ask(1, prepare(OwnerSession(5), storage_id=storage_id))
     assert answer == Prepared(
         5, 1, 0, STORAGE_ID, -1, BEFORE_FIRST, True, BEFORE_FIRST, GENESIS_CHAIN, False, b""
     )
-    assert bench.log.promised == 5
+    assert world.log.promised == 5
 
 
 @pytest.mark.parametrize(
@@ -242,102 +244,106 @@ def test_a_new_replica_reports_an_empty_log(bench, storage_id):
         ({"storage_id": b"another storage."}, errors.StorageIdMismatch),
     ],
 )
-def test_a_storage_of_another_cluster_is_not_prepared(bench, wrong, error):
-    assert bench.refusal(1, prepare(OwnerSession(5), **wrong)) is error
-    assert bench.log.promised == -1
+def test_a_storage_of_another_cluster_is_not_prepared(world, wrong, error):
+    assert world.refusal(1, prepare(OwnerSession(5), **wrong)) is error
+    assert world.log.promised == -1
 
 
-def test_a_session_far_above_the_promised_one_is_rejected(bench):
-    assert bench.refusal(1, prepare(OwnerSession(-1))) is errors.BadRequest
-    assert bench.refusal(1, prepare(OwnerSession(1 << 40))) is errors.BadRequest
-    assert bench.log.promised == -1
+def test_a_session_far_above_the_promised_one_is_rejected(world):
+    assert world.refusal(1, prepare(OwnerSession(-1))) is errors.BadRequest
+    assert world.refusal(1, prepare(OwnerSession(1 << 40))) is errors.BadRequest
+    assert world.log.promised == -1
 
 
 @pytest.mark.parametrize("rival", [{"session_id": 4}, {"nonce": b"another nonce..."}], ids=str)
-def test_the_error_for_an_outdated_session_has_the_promised_session(bench, rival):
-    bench.owned(5)
-    answer = bench.ask(2, prepare(OwnerSession(**{"session_id": 5} | rival)))
+def test_the_error_for_an_outdated_session_has_the_promised_session(world, rival):
+    world.owned(5)
+    answer = world.ask(2, prepare(OwnerSession(**{"session_id": 5} | rival)))
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
-    assert bench.effects_of(service_effects.CloseConnection) == []
+    assert world.effects_of(service_effects.CloseConnection) == []
 
 
 def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
-    bench = Bench(tmp_path)
-    bench.owned(5)
-    bench.engine.abandon()
+    world = ServiceWorld(tmp_path)
+    world.owned(5)
+    world.engine.abandon()
     slots = tmp_path / "0" / "waltz-x.ctl"
     content = bytearray(slots.read_bytes())
     newer = max((0, 1), key=lambda position: Slot.decode(content[4096 * position :][:512]).sequence)
     content[4096 * newer] ^= 1
     slots.write_bytes(content)
-    bench = Bench(tmp_path)
-    earlier = bench.ask(1, prepare(OwnerSession(4)))
+    world = ServiceWorld(tmp_path)
+    earlier = world.ask(1, prepare(OwnerSession(4)))
     assert (earlier.error_code, earlier.promised) == (errors.SessionFenced.code, 5)
-    assert bench.refusal(1, prepare(OwnerSession(5))) is errors.ReplicaSuspect
-    assert bench.refusal(1, prepare(OwnerSession(6))) is errors.ReplicaSuspect
-    assert bench.ask(1, prepare(OwnerSession(7))).suspect
-    bench.engine.abandon()
+    assert world.refusal(1, prepare(OwnerSession(5))) is errors.ReplicaSuspect
+    assert world.refusal(1, prepare(OwnerSession(6))) is errors.ReplicaSuspect
+    assert world.ask(1, prepare(OwnerSession(7))).suspect
+    world.engine.abandon()
 
 
-def test_the_same_owner_may_reconnect(bench):
-    owner = bench.owned(5, connection=1)
-    assert isinstance(bench.ask(2, prepare(owner)), Prepared)
-    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
-    assert bench.refusal(1, owner.append()) is errors.SessionFenced
+def test_the_same_owner_may_reconnect(world):
+    owner = world.owned(5, connection=1)
+    assert isinstance(world.ask(2, prepare(owner)), Prepared)
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
+    assert world.refusal(1, owner.append()) is errors.SessionFenced
     owner.next_id, owner.chain = 0, GENESIS_CHAIN
-    assert isinstance(bench.ask(2, owner.append()), Appended)
+    assert isinstance(world.ask(2, owner.append()), Appended)
 
 
-def test_late_messages_of_a_superseded_connection_are_ignored(bench):
+def test_late_messages_of_a_superseded_connection_are_ignored(world):
     """The disk hangs, the owner reconnects, and then the storage reads earlier requests."""
     owner = OwnerSession(5)
-    bench.send(2, prepare(owner))
-    bench.send(1, prepare(owner))
-    bench.finish()
-    (late, rejections), (later, answer) = bench.answers()
+    world.send(2, prepare(owner))
+    world.send(1, prepare(owner))
+    world.finish()
+    (late, rejections), (later, answer) = world.answers()
     assert (late, type(rejections), later, type(answer)) == (1, Nack, 2, Prepared)
     assert rejections.error_code == errors.ConnectionSuperseded.code
-    assert isinstance(bench.ask(2, owner.append()), Appended)
+    assert isinstance(world.ask(2, owner.append()), Appended)
 
 
-def test_a_reconnecting_owner_is_not_rejected_as_another_owner(bench):
+def test_a_reconnecting_owner_is_not_rejected_as_another_owner(world):
     """An owner halts its partition permanently if its session is promised to another owner."""
     owner = OwnerSession(5)
-    bench.send(1, prepare(owner))
-    bench.send(1, prepare(owner))  # the first request is running, this one waits
-    bench.send(2, prepare(owner))
-    bench.finish()
-    answered = [(each, type(answer)) for each, answer in bench.answers()]
+    world.send(1, prepare(owner))
+    world.send(1, prepare(owner))  # the first request is running, this one waits
+    world.send(2, prepare(owner))
+    world.finish()
+    answered = [(each, type(answer)) for each, answer in world.answers()]
     assert (2, Prepared) in answered
-    codes = {answer.error_code for _, answer in bench.answers() if isinstance(answer, Nack)}
+    codes = {answer.error_code for _, answer in world.answers() if isinstance(answer, Nack)}
     assert codes == {errors.ConnectionSuperseded.code}
 
 
-def test_a_connection_may_continue_with_a_later_session(bench):
-    bench.owned(5, connection=1)
-    later = bench.owned(6, connection=1)
-    assert bench.effects_of(service_effects.CloseConnection) == []
-    assert isinstance(bench.ask(1, later.append()), Appended)
+def test_a_connection_may_continue_with_a_later_session(world):
+    world.owned(5, connection=1)
+    later = world.owned(6, connection=1)
+    assert world.effects_of(service_effects.CloseConnection) == []
+    assert isinstance(world.ask(1, later.append()), Appended)
 
 
-def test_a_partition_that_is_not_assigned_here_is_rejected(bench):
-    assert bench.refusal(1, prepare(OwnerSession(5, partition_id=3))) is errors.UnknownPartition
+def test_a_partition_that_is_not_assigned_here_is_rejected(world):
+    assert world.refusal(1, prepare(OwnerSession(5, partition_id=3))) is errors.UnknownPartition
 
 
-def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
-    bench.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
-    assert bench.refusal(1, prepare(OwnerSession(5))) is DiskFailed
-    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
-    assert bench.refusal(1, OwnerSession(5).make(Heartbeat)) is errors.SessionFenced
+def test_a_promise_that_could_not_be_made_durable_ends_the_session(world):
+    world.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
+    assert world.refusal(1, prepare(OwnerSession(5))) is DiskFailed
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
+    assert world.refusal(1, OwnerSession(5).make(Heartbeat)) is errors.SessionFenced
     # The rejected session stays fenced: an earlier session is rejected, too.
-    assert bench.refusal(2, prepare(OwnerSession(4))) is errors.SessionFenced
+    assert world.refusal(2, prepare(OwnerSession(4))) is errors.SessionFenced
 
 
 # ---- which connections may send requests
 
 
 def requests_of(owner):
-    """Return one request of each kind but `Prepare`."""
+    """Return one request of each kind except `Prepare`."""
     return (
         owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
         owner.make(Truncate, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN),
@@ -350,222 +356,224 @@ def requests_of(owner):
     )
 
 
-def test_requests_without_a_prepared_session_are_rejected(bench):
-    for message in requests_of(bench.owned(5, connection=1)):
-        assert bench.refusal(2, message) is errors.SessionFenced
-    assert bench.log.synced_max == BEFORE_FIRST
+def test_requests_without_a_prepared_session_are_rejected(world):
+    for message in requests_of(world.owned(5, connection=1)):
+        assert world.refusal(2, message) is errors.SessionFenced
+    assert world.log.synced_max == BEFORE_FIRST
 
 
-def test_the_error_for_a_message_of_another_session_has_the_promised_one(bench):
-    owner = bench.owned(5)
+def test_the_error_for_a_message_of_another_session_has_the_promised_one(world):
+    owner = world.owned(5)
     for request, session_id in itertools.product(requests_of(owner), (-1, 4, 6, 1 << 62)):
         for connection in (1, 2):
             message = dataclasses.replace(request, session_id=session_id)
-            answer = bench.ask(connection, message)
+            answer = world.ask(connection, message)
             assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
             assert answer.session_id == session_id
-    assert bench.log.promised == 5
-    assert isinstance(bench.ask(1, owner.make(Heartbeat)), HeartbeatResponse)
+    assert world.log.promised == 5
+    assert isinstance(world.ask(1, owner.make(Heartbeat)), HeartbeatResponse)
 
 
-def test_an_unexpected_message_is_rejected(bench):
-    owner = bench.owned(5)
-    assert bench.refusal(1, owner.make(SuccessResponse)) is errors.BadRequest
+def test_an_unexpected_message_is_rejected(world):
+    owner = world.owned(5)
+    assert world.refusal(1, owner.make(SuccessResponse)) is errors.BadRequest
 
 
-def test_a_heartbeat_is_answered_at_once_while_work_is_in_progress(bench):
-    owner = bench.owned(5)
-    bench.send(1, owner.append(), owner.make(Heartbeat))
-    assert isinstance(bench.answers(1)[-1], HeartbeatResponse)
-    bench.finish()
+def test_a_heartbeat_is_answered_at_once_while_work_is_in_progress(world):
+    owner = world.owned(5)
+    world.send(1, owner.append(), owner.make(Heartbeat))
+    assert isinstance(world.answers(1)[-1], HeartbeatResponse)
+    world.finish()
 
 
-def test_a_later_session_is_reported_while_its_prepare_waits(bench):
-    owner = bench.owned(5, connection=1)
-    bench.send(4, open_request())
-    assert isinstance(bench.ask(4, owner.make(Heartbeat)), HeartbeatResponse)
-    bench.send(1, owner.append())
-    bench.send(2, prepare(OwnerSession(6)))
-    bench.send(4, owner.make(Heartbeat))
-    answer = bench.answers(4)[-1]
+def test_a_later_session_is_reported_while_its_prepare_waits(world):
+    owner = world.owned(5, connection=1)
+    world.send(4, open_request())
+    assert isinstance(world.ask(4, owner.make(Heartbeat)), HeartbeatResponse)
+    world.send(1, owner.append())
+    world.send(2, prepare(OwnerSession(6)))
+    world.send(4, owner.make(Heartbeat))
+    answer = world.answers(4)[-1]
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 6)
-    bench.send(3, prepare(OwnerSession(7)))
-    waiting = bench.answers(2)[-1]
+    world.send(3, prepare(OwnerSession(7)))
+    waiting = world.answers(2)[-1]
     assert (waiting.error_code, waiting.promised) == (errors.SessionFenced.code, 7)
-    bench.finish()
+    world.finish()
 
 
 # ---- appending
 
 
-def test_appends_are_answered_after_the_sync_and_can_be_read(bench):
-    owner = bench.owned(5)
+def test_appends_are_answered_after_the_sync_and_can_be_read(world):
+    owner = world.owned(5)
     first, second = owner.append(3), owner.append(2)
-    assert bench.ask(1, first) == Appended(5, first.sequence, 0, 2)
-    assert bench.ask(1, second) == Appended(5, second.sequence, 0, 4)
-    found = bench.ask(1, range_of(owner, 1, 4))
+    assert world.ask(1, first) == Appended(5, first.sequence, 0, 2)
+    assert world.ask(1, second) == Appended(5, second.sequence, 0, 4)
+    answer = world.ask(1, range_of(owner, 1, 4))
     records, _, lengths = encode_records(1, 4)
-    assert isinstance(found, RangeBytes)
-    assert (found.first, found.count, bytes(found.records), bytes(found.lengths)) == (
+    assert isinstance(answer, RangeBytes)
+    assert (answer.first, answer.count, bytes(answer.records), bytes(answer.lengths)) == (
         1,
         4,
         records,
         lengths,
     )
-    assert [entry.last for entry in found.lineage] == [2, 4]
+    assert [entry.last for entry in answer.lineage] == [2, 4]
 
 
-def test_all_appends_that_wait_are_synced_once(bench):
-    owner = bench.owned(5)
+def test_all_appends_that_wait_are_synced_once(world):
+    owner = world.owned(5)
     appends = [owner.append(2) for _ in range(5)]
-    bench.send(1, appends[0])
-    bench.send(1, *appends[1:])
-    assert [len(work.requests) for work in bench.work_items] == [1]
-    before = bench.log.sync_count
-    assert bench.finish() == 2
-    one_group = bench.log.sync_count - before
-    answers = bench.answers(1)[-5:]
-    assert [(each.sequence, each.synced_max) for each in answers] == [
+    world.send(1, appends[0])
+    world.send(1, *appends[1:])
+    assert [len(work.requests) for work in world.work_items] == [1]
+    before = world.log.sync_count
+    assert world.finish() == 2
+    one_group = world.log.sync_count - before
+    answers = world.answers(1)[-5:]
+    assert [(answer.sequence, answer.synced_max) for answer in answers] == [
         (appends[0].sequence, 1),
-        *((each.sequence, 9) for each in appends[1:]),
+        *((append.sequence, 9) for append in appends[1:]),
     ]
     # Two groups take as many syncs as two appends.
-    before = bench.log.sync_count
-    bench.ask(1, owner.append())
-    assert one_group == 2 * (bench.log.sync_count - before)
+    before = world.log.sync_count
+    world.ask(1, owner.append())
+    assert one_group == 2 * (world.log.sync_count - before)
 
 
-def test_an_append_with_changed_bytes_is_rejected_with_all_later_ones(bench):
-    owner = bench.owned(5)
+def test_an_append_with_changed_bytes_is_rejected_with_all_later_ones(world):
+    owner = world.owned(5)
     good, bad, after = owner.append(), owner.append(), owner.append()
     bad = dataclasses.replace(bad, records=b"\xff" + bad.records[1:])
-    bench.send(1, owner.make(Engage, BEFORE_FIRST), good, bad, after)
-    bench.finish()
-    _, first, second, third = bench.answers(1)[-4:]
+    world.send(1, owner.make(Engage, BEFORE_FIRST), good, bad, after)
+    world.finish()
+    _, first, second, third = world.answers(1)[-4:]
     assert first == Appended(5, good.sequence, 0, 0)
     assert {second.error_code, third.error_code} == {errors.ChecksumMismatch.code}
-    assert bench.log.synced_max == 0
+    assert world.log.synced_max == 0
 
 
-def test_appends_are_synced_before_later_requests(bench):
-    owner = bench.owned(5)
-    bench.send(1, owner.append(), owner.append())
-    bench.send(1, owner.make(Truncate, 0, 0, owner.chain), owner.make(Heartbeat))
-    assert bench.finish() == 3
-    assert isinstance(bench.answers(1)[-1], Nack)  # the chain at 0 is another
-    assert bench.log.synced_max == 1
+def test_appends_are_synced_before_later_requests(world):
+    owner = world.owned(5)
+    world.send(1, owner.append(), owner.append())
+    world.send(1, owner.make(Truncate, 0, 0, owner.chain), owner.make(Heartbeat))
+    assert world.finish() == 3
+    assert isinstance(world.answers(1)[-1], Nack)  # the chain at 0 is another
+    assert world.log.synced_max == 1
 
 
 # ---- fencing
 
 
-def test_a_later_session_ends_the_earlier_one_at_once(bench):
-    old = bench.owned(5, connection=1)
+def test_a_later_session_ends_the_earlier_one_at_once(world):
+    old = world.owned(5, connection=1)
     under_way, *queued = (old.append() for _ in range(4))
-    bench.send(1, under_way, *queued)
-    bench.send(1, range_of(old, 0, 0))
+    world.send(1, under_way, *queued)
+    world.send(1, range_of(old, 0, 0))
     new = OwnerSession(6)
-    bench.send(2, prepare(new))
-    rejections = bench.answers(1)[-4:]
-    assert all(each.error_code == errors.SessionFenced.code for each in rejections)
-    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
-    bench.send(1, old.append())
-    assert bench.answers(1)[-1].promised == 6
-    bench.finish()
+    world.send(2, prepare(new))
+    rejections = world.answers(1)[-4:]
+    assert all(rejection.error_code == errors.SessionFenced.code for rejection in rejections)
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
+    world.send(1, old.append())
+    assert world.answers(1)[-1].promised == 6
+    world.finish()
     # The running append is on disk, and the new session finds it.
-    prepared = bench.answers(2)[-1]
+    prepared = world.answers(2)[-1]
     assert (prepared.synced_max, prepared.last_session) == (0, 5)
-    assert bench.service.queue_limits.owner_bytes == 0
+    assert world.service.queue_limits.owner_bytes == 0
 
 
-def test_requests_of_a_disconnected_owner_are_removed_from_the_queue(bench):
-    owner = bench.owned(5)
-    bench.send(1, *(owner.append() for _ in range(4)))
-    bench.step(service.Disconnected(1))
-    bench.finish()
-    assert bench.log.synced_max == 0
-    assert bench.service.queue_limits.owner_bytes == 0
+def test_requests_of_a_disconnected_owner_are_removed_from_the_queue(world):
+    owner = world.owned(5)
+    world.send(1, *(owner.append() for _ in range(4)))
+    world.step(service.Disconnected(1))
+    world.finish()
+    assert world.log.synced_max == 0
+    assert world.service.queue_limits.owner_bytes == 0
     again = OwnerSession(5).continue_after(owner)
-    assert bench.ask(2, prepare(again)).synced_max == 0
+    assert world.ask(2, prepare(again)).synced_max == 0
 
 
 # ---- reading
 
 
-def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
-    owner = bench.owned(5, engaged=False)
+def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(world):
+    owner = world.owned(5, engaged=False)
     reader = OwnerSession(5)
     request = range_of(reader, 0, 9, reader=True)
-    assert bench.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
-    assert bench.ask(7, open_request()) == SuccessResponse(-1, -1, -1)
-    assert bench.refusal(7, request) is errors.NotMounted
-    bench.ask(1, owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN))
-    bench.ask(1, owner.append(3))
-    assert bench.refusal(7, request) is errors.NotMounted
-    owner = bench.owned(6, connection=1)
-    bench.ask(1, owner.append(2))
-    assert bench.refusal(7, request) is errors.SessionFenced
-    found = bench.ask(7, range_of(OwnerSession(6), 1, 99, reader=True))
-    assert (found.first, found.count) == (1, 4)
-    beyond = bench.ask(7, range_of(OwnerSession(6), 5, 99, reader=True))
+    assert world.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
+    assert world.ask(7, open_request()) == SuccessResponse(-1, -1, -1)
+    assert world.refusal(7, request) is errors.NotMounted
+    world.ask(1, owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN))
+    world.ask(1, owner.append(3))
+    assert world.refusal(7, request) is errors.NotMounted
+    owner = world.owned(6, connection=1)
+    world.ask(1, owner.append(2))
+    assert world.refusal(7, request) is errors.SessionFenced
+    answer = world.ask(7, range_of(OwnerSession(6), 1, 99, reader=True))
+    assert (answer.first, answer.count) == (1, 4)
+    beyond = world.ask(7, range_of(OwnerSession(6), 5, 99, reader=True))
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
-    bench.step(service.Disconnected(1))  # the owner has disconnected, the log is unchanged
-    assert bench.ask(7, range_of(OwnerSession(6), 0, 0, reader=True)).count == 1
-    bench.step(service.Disconnected(7))  # nothing is kept for closed connections
-    assert bench.refusal(7, range_of(OwnerSession(6), 0, 0, reader=True)) is errors.BadRequest
+    world.step(service.Disconnected(1))  # the owner has disconnected, the log is unchanged
+    assert world.ask(7, range_of(OwnerSession(6), 0, 0, reader=True)).count == 1
+    world.step(service.Disconnected(7))  # nothing is kept for closed connections
+    assert world.refusal(7, range_of(OwnerSession(6), 0, 0, reader=True)) is errors.BadRequest
 
 
-def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
-    owner = bench.owned(5)
-    bench.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
+def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(world):
+    owner = world.owned(5)
+    world.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
     request = OwnerSession(5).make(LockBlocksRequest, 100)
-    assert bench.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
-    bench.ask(7, open_request())
-    assert bench.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
-    assert bench.refusal(7, OwnerSession(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
-    assert bench.service.queue_limits.owner_bytes == 0
-    bench.send(7, OwnerSession(5).make(LockBlocksRequest, 100))
-    assert bench.service.queue_limits.owner_bytes == 512 + 100
+    assert world.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
+    world.ask(7, open_request())
+    assert world.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
+    assert world.refusal(7, OwnerSession(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
+    assert world.service.queue_limits.owner_bytes == 0
+    world.send(7, OwnerSession(5).make(LockBlocksRequest, 100))
+    assert world.service.queue_limits.owner_bytes == 512 + 100
 
 
-def test_a_reader_never_sees_unsynced_records(bench):
-    owner = bench.owned(5)
-    bench.send(7, open_request())
-    bench.send(1, owner.append())
-    append = bench.work_items[0]
-    bench.send(7, range_of(OwnerSession(5), 0, 9, reader=True))
-    assert bench.work_items == [append]
-    bench.finish()
-    assert bench.answers(7)[-1].count == 1
+def test_a_reader_never_sees_unsynced_records(world):
+    owner = world.owned(5)
+    world.send(7, open_request())
+    world.send(1, owner.append())
+    append = world.work_items[0]
+    world.send(7, range_of(OwnerSession(5), 0, 9, reader=True))
+    assert world.work_items == [append]
+    world.finish()
+    assert world.answers(7)[-1].count == 1
 
 
 @pytest.mark.parametrize("wrong", [{"key": b"another cluster."}, {"count": 5}])
-def test_a_reader_of_another_cluster_is_rejected(bench, wrong):
-    bench.send(7, open_request(**wrong))
-    assert bench.answers(7)[-1].error_code == errors.ClusterKeyMismatch.code
-    bench.owned(5)
-    assert bench.refusal(7, range_of(OwnerSession(5), 0, 0, reader=True)) is errors.BadRequest
+def test_a_reader_of_another_cluster_is_rejected(world, wrong):
+    world.send(7, open_request(**wrong))
+    assert world.answers(7)[-1].error_code == errors.ClusterKeyMismatch.code
+    world.owned(5)
+    assert world.refusal(7, range_of(OwnerSession(5), 0, 0, reader=True)) is errors.BadRequest
 
 
-def test_the_owner_reads_headers_whole_batches_and_the_lineage(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(3))
+def test_the_owner_reads_headers_whole_batches_and_the_lineage(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(3))
     chain = owner.chain
-    bench.ask(1, owner.append(3))
-    headers = bench.ask(1, range_of(owner, 1, 4, form=RangeForm.HEADERS))
+    world.ask(1, owner.append(3))
+    headers = world.ask(1, range_of(owner, 1, 4, form=RangeForm.HEADERS))
     assert (headers.first, headers.count, len(headers.records)) == (1, 4, 4 * 28)
     assert bytes(headers.lengths) == b""
-    batches = bench.ask(1, range_of(owner, 3, 5, whole_batches=True))
+    batches = world.ask(1, range_of(owner, 3, 5, whole_batches=True))
     assert (batches.first, batches.count, bytes(batches.chain_before)) == (3, 3, chain)
     _, crcs, _ = encode_records(3, 3)
     assert bytes(batches.lineage[0].chain) == next_chain(chain, 3, 5, 5, crcs)
-    assert bench.refusal(1, range_of(owner, 4, 5, whole_batches=True)) is errors.BadRequest
-    assert bench.refusal(1, range_of(owner, 6, 9)) is errors.BadRequest
-    assert bench.refusal(1, range_of(owner, 0, 1, form=9)) is errors.BadRequest
-    found = bench.ask(1, owner.make(LineageRequest, 1, 4))
-    assert isinstance(found, LineageResponse)
-    assert [(entry.first, entry.last) for entry in found.lineage] == [(0, 2), (3, 5)]
-    assert bytes(found.chain_before) == GENESIS_CHAIN
+    assert world.refusal(1, range_of(owner, 4, 5, whole_batches=True)) is errors.BadRequest
+    assert world.refusal(1, range_of(owner, 6, 9)) is errors.BadRequest
+    assert world.refusal(1, range_of(owner, 0, 1, form=9)) is errors.BadRequest
+    answer = world.ask(1, owner.make(LineageRequest, 1, 4))
+    assert isinstance(answer, LineageResponse)
+    assert [(entry.first, entry.last) for entry in answer.lineage] == [(0, 2), (3, 5)]
+    assert bytes(answer.chain_before) == GENESIS_CHAIN
 
 
 # ---- limits
@@ -573,366 +581,378 @@ def test_the_owner_reads_headers_whole_batches_and_the_lineage(bench):
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
-    bench = make(queue_bytes_max=4_000)
-    owner = bench.owned(5)
-    bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
-    assert [each.connection for each in bench.effects_of(service_effects.PauseReading)] == [1]
-    assert bench.effects_of(service_effects.ResumeReading) == []
+    world = make(queue_bytes_max=4_000)
+    owner = world.owned(5)
+    world.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
+    assert [effect.connection for effect in world.effects_of(service_effects.PauseReading)] == [1]
+    assert world.effects_of(service_effects.ResumeReading) == []
     if is_gone:
-        bench.step(service.Disconnected(1))
-    bench.finish()
-    resumed = [each.connection for each in bench.effects_of(service_effects.ResumeReading)]
+        world.step(service.Disconnected(1))
+    world.finish()
+    resumed = [effect.connection for effect in world.effects_of(service_effects.ResumeReading)]
     assert resumed == ([] if is_gone else [1])
-    assert bench.service.queue_limits.owner_bytes == 0
-    assert bench.log.synced_max == (0 if is_gone else 7)
+    assert world.service.queue_limits.owner_bytes == 0
+    assert world.log.synced_max == (0 if is_gone else 7)
 
 
 def test_many_reads_of_clients_do_not_pause_the_owner(make):
-    """Otherwise a client could stop the appends and heartbeats of all sessions."""
-    bench = make(queue_bytes_max=4_000)
-    owner = bench.owned(5)
-    bench.ask(1, owner.append())
+    """If they paused it, a client could stop the appends and heartbeats of all sessions."""
+    world = make(queue_bytes_max=4_000)
+    owner = world.owned(5)
+    world.ask(1, owner.append())
     for reader in (7, 8):
-        bench.ask(reader, open_request())
-    bench.send(
+        world.ask(reader, open_request())
+    world.send(
         7, *(range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1 << 30) for _ in range(4))
     )
-    bench.send(8, range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1))
-    bench.send(1, owner.append(data=bytes(500)))
-    assert [each.connection for each in bench.effects_of(service_effects.PauseReading)] == [7, 8]
-    bench.finish()
-    assert [each.connection for each in bench.effects_of(service_effects.ResumeReading)] == [7, 8]
-    assert bench.service.queue_limits.reader_bytes == 0
+    world.send(8, range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1))
+    world.send(1, owner.append(data=bytes(500)))
+    assert [effect.connection for effect in world.effects_of(service_effects.PauseReading)] == [
+        7,
+        8,
+    ]
+    world.finish()
+    assert [effect.connection for effect in world.effects_of(service_effects.ResumeReading)] == [
+        7,
+        8,
+    ]
+    assert world.service.queue_limits.reader_bytes == 0
 
 
 # ---- the disk
 
 
-def test_a_prepare_on_a_failing_disk_is_not_rejected_as_fenced(bench):
-    owner = bench.owned(5)
-    bench.send(1, owner.append())
-    bench.send(2, prepare(OwnerSession(6)))
-    bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
-    bench.finish()
-    assert bench.answers(2)[-1].error_code == DiskFailed.code
+def test_a_prepare_on_a_failing_disk_is_not_rejected_as_fenced(world):
+    owner = world.owned(5)
+    world.send(1, owner.append())
+    world.send(2, prepare(OwnerSession(6)))
+    world.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
+    world.finish()
+    assert world.answers(2)[-1].error_code == DiskFailed.code
 
 
-def test_a_second_failed_sync_ends_the_process(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(2))
+def test_a_second_failed_sync_ends_the_process(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(2))
     kept = OwnerSession(6).continue_after(owner)
-    bench.send(1, owner.append())
-    bench.send(1, owner.append(), owner.append())
-    bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
-    bench.finish()
-    rejections = bench.answers(1)[-3:]
+    world.send(1, owner.append())
+    world.send(1, owner.append(), owner.append())
+    world.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
+    world.finish()
+    rejections = world.answers(1)[-3:]
     assert rejections[0].error_code == DiskFailed.code
     assert "x.seg" in rejections[0].message
-    assert {each.error_code for each in rejections[1:]} == {DiskFailed.code}
-    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
-    assert bench.effects_of(service_effects.EndProcess) == []
-    assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
-    bench.ask(7, open_request())
-    assert bench.refusal(7, range_of(OwnerSession(5), 0, 1, reader=True)) is errors.NotMounted
+    assert {rejection.error_code for rejection in rejections[1:]} == {DiskFailed.code}
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
+    assert world.effects_of(service_effects.EndProcess) == []
+    assert world.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
+    world.ask(7, open_request())
+    assert world.refusal(7, range_of(OwnerSession(5), 0, 1, reader=True)) is errors.NotMounted
 
-    prepared = bench.ask(2, prepare(kept))
+    prepared = world.ask(2, prepare(kept))
     assert (prepared.synced_max, bytes(prepared.chain)) == (1, kept.chain)
-    assert bench.ask(2, kept.append()).synced_max == 2
-    bench.disk.next_errors["sync"] = DiskFailed("sync of y.seg: Input/output error")
-    assert bench.refusal(2, kept.append()) is DiskFailed
-    (end,) = bench.effects_of(service_effects.EndProcess)
+    assert world.ask(2, kept.append()).synced_max == 2
+    world.disk.next_errors["sync"] = DiskFailed("sync of y.seg: Input/output error")
+    assert world.refusal(2, kept.append()) is DiskFailed
+    (end,) = world.effects_of(service_effects.EndProcess)
     assert "y.seg" in end.reason
 
 
-def test_a_full_disk_rejects_appends_and_still_reads(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(2))
+def test_a_full_disk_rejects_appends_and_still_reads(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(2))
     kept = (owner.next_id, owner.chain)
-    bench.disk.next_errors["pwrite"] = NoSpace("x.seg: no space left")
-    assert bench.refusal(1, owner.append()) is NoSpace
-    assert bench.effects_of(service_effects.CloseConnection) == []
-    assert bench.ask(1, range_of(owner, 0, 1)).count == 2
+    world.disk.next_errors["pwrite"] = NoSpace("x.seg: no space left")
+    assert world.refusal(1, owner.append()) is NoSpace
+    assert world.effects_of(service_effects.CloseConnection) == []
+    assert world.ask(1, range_of(owner, 0, 1)).count == 2
     owner.next_id, owner.chain = kept
-    assert bench.ask(1, owner.append()).synced_max == 2
+    assert world.ask(1, owner.append()).synced_max == 2
 
 
-def test_the_acked_marker_moves_when_a_log_becomes_idle(bench):
-    owner = bench.owned(5)
-    assert bench.service.wake_at_ms is None
-    bench.ask(1, owner.append(2))
-    assert bench.service.wake_at_ms == bench.now_ms + 1000
-    bench.step(Wakeup())  # too early
-    assert bench.work_items == []
-    bench.now_ms += 1000
-    bench.step(Wakeup())
-    assert [work.requests for work in bench.work_items] == [()]
-    assert bench.log.slot.acked.transaction_id == BEFORE_FIRST
-    bench.finish()
-    assert bench.log.slot.acked.transaction_id == 1
-    assert bench.service.wake_at_ms is None
-    bench.ask(1, owner.append())
-    bench.now_ms += 1000
-    bench.send(1, owner.append())
-    bench.step(Wakeup())  # the partition is busy and gets another turn
-    bench.finish()
-    assert bench.service.wake_at_ms == bench.now_ms + 1000
+def test_the_acked_marker_moves_when_a_log_becomes_idle(world):
+    owner = world.owned(5)
+    assert world.service.wake_at_ms is None
+    world.ask(1, owner.append(2))
+    assert world.service.wake_at_ms == world.now_ms + 1000
+    world.step(Wakeup())  # too early
+    assert world.work_items == []
+    world.now_ms += 1000
+    world.step(Wakeup())
+    assert [work.requests for work in world.work_items] == [()]
+    assert world.log.slot.acked.transaction_id == BEFORE_FIRST
+    world.finish()
+    assert world.log.slot.acked.transaction_id == 1
+    assert world.service.wake_at_ms is None
+    world.ask(1, owner.append())
+    world.now_ms += 1000
+    world.send(1, owner.append())
+    world.step(Wakeup())  # the partition is busy and gets another turn
+    world.finish()
+    assert world.service.wake_at_ms == world.now_ms + 1000
 
 
-# ---- partitions that come and go
+# ---- added and removed partitions
 
 
-def test_a_dropped_partition_is_not_served_any_more(bench):
-    owner = bench.owned(5)
-    assert bench.service.partitions == (0,)
-    bench.send(1, owner.append(), owner.append())
-    bench.step(service.PartitionDropped(0))
-    assert bench.effects_of(service_effects.PartitionIdle) == []
-    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
-    bench.finish()
-    assert [each.log for each in bench.effects_of(service_effects.PartitionIdle)] == [bench.log]
-    assert bench.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
-    bench.step(service.PartitionOpened(bench.log))
-    assert bench.owned(6, connection=2).next_id == 1
-    bench.step(service.PartitionDropped(0))
-    assert len(bench.effects_of(service_effects.PartitionIdle)) == 2
+def test_a_dropped_partition_is_not_served_any_more(world):
+    owner = world.owned(5)
+    assert world.service.partitions == (0,)
+    world.send(1, owner.append(), owner.append())
+    world.step(service.PartitionDropped(0))
+    assert world.effects_of(service_effects.PartitionIdle) == []
+    assert [effect.connection for effect in world.effects_of(service_effects.CloseConnection)] == [
+        1
+    ]
+    world.finish()
+    assert [effect.log for effect in world.effects_of(service_effects.PartitionIdle)] == [world.log]
+    assert world.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
+    world.step(service.PartitionOpened(world.log))
+    assert world.owned(6, connection=2).next_id == 1
+    world.step(service.PartitionDropped(0))
+    assert len(world.effects_of(service_effects.PartitionIdle)) == 2
 
 
-def test_rejections_are_reported(bench):
-    bench.refusal(1, prepare(OwnerSession(5, partition_id=3)))
-    (report,) = bench.effects_of(Report)
+def test_rejections_are_reported(world):
+    world.refusal(1, prepare(OwnerSession(5, partition_id=3)))
+    (report,) = world.effects_of(Report)
     assert report.name == "storage.request_rejected"
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
 
 @pytest.mark.parametrize("session_id", [5, 6])
-def test_a_damaged_range_is_repaired_in_this_session_or_the_next(bench, session_id):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    with flipped_byte(bench.engine.directory / "0", 3):
-        assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
+def test_a_damaged_range_is_repaired_in_this_session_or_the_next(world, session_id):
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
+    with flipped_byte(world.engine.directory / "0", 3):
+        assert world.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
     if session_id == 6:
         owner = OwnerSession(6)
-        prepared = bench.ask(1, prepare(owner))
+        prepared = world.ask(1, prepare(owner))
         assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [3, 3]
     records, _, lengths = encode_records(3, 1)
     message = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
     wrong = dataclasses.replace(message, records_crc=1)
-    assert bench.refusal(1, wrong) is errors.ChecksumMismatch
-    assert isinstance(bench.ask(1, message), ReplicaEnd)
-    assert reports(bench, "storage.damage_repaired") == [{"partition": 0, "ids": "3..3"}]
-    assert bench.ask(1, range_of(owner, 0, 5)).count == 6
+    assert world.refusal(1, wrong) is errors.ChecksumMismatch
+    assert isinstance(world.ask(1, message), ReplicaEnd)
+    assert reports(world, "storage.damage_repaired") == [{"partition": 0, "ids": "3..3"}]
+    assert world.ask(1, range_of(owner, 0, 5)).count == 6
 
 
-# ---- damage that comes to light
+# ---- detected damage
 
 
-def reported_damage(bench, connection=1):
+def reported_damage(world, connection=1):
     return [
-        np.frombuffer(each.damaged, dtype=">i8").tolist()
-        for each in bench.answers(connection)
-        if isinstance(each, DamageFound)
+        np.frombuffer(answer.damaged, dtype=">i8").tolist()
+        for answer in world.answers(connection)
+        if isinstance(answer, DamageFound)
     ]
 
 
-def reports(bench, name):
-    return [dict(each.fields) for each in bench.effects_of(Report) if each.name == name]
+def reports(world, name):
+    return [dict(effect.fields) for effect in world.effects_of(Report) if effect.name == name]
 
 
-def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    bench.ask(2, open_request())
+def test_the_owner_is_notified_of_damage_found_by_any_read(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
+    world.ask(2, open_request())
     reader = OwnerSession(5)
-    with flipped_byte(bench.engine.directory / "0", 3):
-        answer = bench.ask(2, range_of(reader, 0, 5, reader=True))
+    with flipped_byte(world.engine.directory / "0", 3):
+        answer = world.ask(2, range_of(reader, 0, 5, reader=True))
     assert answer.count == 3
-    assert reported_damage(bench) == [[3, 3]]
-    assert reported_damage(bench, 2) == []
-    (notice,) = [each for each in bench.answers(1) if isinstance(each, DamageFound)]
+    assert reported_damage(world) == [[3, 3]]
+    assert reported_damage(world, 2) == []
+    (notice,) = [each for each in world.answers(1) if isinstance(each, DamageFound)]
     assert (notice.session_id, notice.sequence, notice.partition_id) == (5, 0, 0)
-    with flipped_byte(bench.engine.directory / "0", 5):
-        bench.ask(2, range_of(reader, 4, 5, reader=True))
-        bench.ask(2, range_of(reader, 4, 5, reader=True))
-    assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], (
+    with flipped_byte(world.engine.directory / "0", 5):
+        world.ask(2, range_of(reader, 4, 5, reader=True))
+        world.ask(2, range_of(reader, 4, 5, reader=True))
+    assert reported_damage(world) == [[3, 3], [3, 3, 5, 5]], (
         "all known damage is reported when it grows"
     )
-    assert [each["ids"] for each in reports(bench, "storage.damage_found")] == ["3..3", "5..5"]
+    assert [report["ids"] for report in reports(world, "storage.damage_found")] == ["3..3", "5..5"]
 
 
-def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    bench.step(service.Disconnected(1))
-    with flipped_byte(bench.engine.directory / "0", 2):
-        bench.step(service.ScrubRequested())
-        bench.finish()
-    assert reported_damage(bench) == []
-    assert reports(bench, "storage.damage_found") == [{"partition": 0, "ids": "2..2"}]
-    prepared = bench.ask(2, prepare(OwnerSession(6)))
+def test_damage_without_an_owner_is_reported_with_the_next_session(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
+    world.step(service.Disconnected(1))
+    with flipped_byte(world.engine.directory / "0", 2):
+        world.step(service.ScrubRequested())
+        world.finish()
+    assert reported_damage(world) == []
+    assert reports(world, "storage.damage_found") == [{"partition": 0, "ids": "2..2"}]
+    prepared = world.ask(2, prepare(OwnerSession(6)))
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
 
 
-def test_unrepaired_damage_is_reported_again_after_each_pass(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    with flipped_byte(bench.engine.directory / "0", 3):
+def test_unrepaired_damage_is_reported_again_after_each_pass(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
+    with flipped_byte(world.engine.directory / "0", 3):
         for passes_count in (1, 2, 3):
-            bench.step(service.ScrubRequested())
-            bench.finish()
-            while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
-                tick(bench)
-                bench.finish()
-    assert reported_damage(bench) == [[3, 3]] * 4, (
+            world.step(service.ScrubRequested())
+            world.finish()
+            while world.service.scrub_states(world.now_ms)[0].passes_count < passes_count:
+                tick(world)
+                world.finish()
+    assert reported_damage(world) == [[3, 3]] * 4, (
         "damage is reported when found, and after each pass"
     )
 
 
-def test_a_failed_read_is_reported_without_ending_the_session(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
+def test_a_failed_read_is_reported_without_ending_the_session(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
     for _ in range(3):
-        bench.disk.next_errors["pread"] = ReadFailed("cannot read x.seg: Input/output error")
-        assert bench.ask(1, range_of(owner, 0, 5)).count == 6
-    assert len(reports(bench, "storage.read_failed")) == 3
-    assert "x.seg" in reports(bench, "storage.read_failed")[0]["error"]
+        world.disk.next_errors["pread"] = ReadFailed("cannot read x.seg: Input/output error")
+        assert world.ask(1, range_of(owner, 0, 5)).count == 6
+    assert len(reports(world, "storage.read_failed")) == 3
+    assert "x.seg" in reports(world, "storage.read_failed")[0]["error"]
     assert (
-        bench.effects_of(service_effects.EndProcess)
-        == bench.effects_of(service_effects.CloseConnection)
+        world.effects_of(service_effects.EndProcess)
+        == world.effects_of(service_effects.CloseConnection)
         == []
     )
-    assert bench.ask(1, owner.append()).synced_max == 6
+    assert world.ask(1, owner.append()).synced_max == 6
 
 
 # ---- the scrub
 
 
-def tick(bench):
+def tick(world):
     """Advance the time to the next wake-up; return the new work."""
-    bench.now_ms = max(bench.now_ms, bench.service.wake_at_ms)
-    before = len(bench.work_items)
-    bench.step(Wakeup())
-    return bench.work_items[before:]
+    world.now_ms = max(world.now_ms, world.service.wake_at_ms)
+    before = len(world.work_items)
+    world.step(Wakeup())
+    return world.work_items[before:]
 
 
 def test_a_log_is_scrubbed_in_pieces(make):
-    bench = make(scrub=Scrub(bytes_per_s=100, interval_ms=60_000))
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    begun_ms = bench.now_ms
+    world = make(scrub=Scrub(bytes_per_s=100, interval_ms=60_000))
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
+    begun_ms = world.now_ms
     pieces = []
-    while not reports(bench, "storage.scrub_finished"):
-        pieces += [(work.piece, bench.now_ms) for work in tick(bench) if work.piece is not None]
-        bench.finish()
+    while not reports(world, "storage.scrub_finished"):
+        pieces += [(work.piece, world.now_ms) for work in tick(world) if work.piece is not None]
+        world.finish()
     assert [piece.first for piece, _ in pieces] == [0, 2, 4], "100 of 264 bytes at a time"
     assert pieces[-1][1] - begun_ms == 2 * 880
-    assert bench.service.scrub_states(bench.now_ms)[0].read_bytes == 264
-    assert bench.service.wake_at_ms == begun_ms + 60_000
-    assert reported_damage(bench) == []
+    assert world.service.scrub_states(world.now_ms)[0].read_bytes == 264
+    assert world.service.wake_at_ms == begun_ms + 60_000
+    assert reported_damage(world) == []
 
 
 def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
-    bench = make(scrub=Scrub(bytes_per_s=0))
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    bench.step(service.ScrubRequested(3))
-    assert bench.work_items == [], "this partition is not served"
-    bench.send(1, owner.append())
-    bench.step(service.ScrubRequested(0))
-    assert [work.piece for work in bench.work_items] == [None]
-    bench.send(1, owner.append())
-    bench.step(service.WorkDone(bench.work_items[0], bench.work_items.pop(0).run()))
-    assert [work.piece.first for work in bench.work_items] == [0]
-    bench.finish()
-    assert bench.answers(1)[-1].synced_max == 7
-    assert reports(bench, "storage.scrub_finished") == [{"partition": 0}]
+    world = make(scrub=Scrub(bytes_per_s=0))
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
+    world.step(service.ScrubRequested(3))
+    assert world.work_items == [], "this partition is not served"
+    world.send(1, owner.append())
+    world.step(service.ScrubRequested(0))
+    assert [work.piece for work in world.work_items] == [None]
+    world.send(1, owner.append())
+    world.step(service.WorkDone(world.work_items[0], world.work_items.pop(0).run()))
+    assert [work.piece.first for work in world.work_items] == [0]
+    world.finish()
+    assert world.answers(1)[-1].synced_max == 7
+    assert reports(world, "storage.scrub_finished") == [{"partition": 0}]
 
 
-def test_the_acked_marker_moves_despite_a_scrub(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(2))
-    bench.step(service.ScrubRequested())
-    bench.finish()
-    assert bench.log.slot.acked.transaction_id == -1
-    bench.now_ms += 1_000
-    bench.step(Wakeup())
-    assert [(work.requests, work.piece) for work in bench.work_items] == [((), None)]
-    bench.finish()
-    assert bench.log.slot.acked.transaction_id == 1
+def test_the_acked_marker_moves_despite_a_scrub(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(2))
+    world.step(service.ScrubRequested())
+    world.finish()
+    assert world.log.slot.acked.transaction_id == -1
+    world.now_ms += 1_000
+    world.step(Wakeup())
+    assert [(work.requests, work.piece) for work in world.work_items] == [((), None)]
+    world.finish()
+    assert world.log.slot.acked.transaction_id == 1
 
 
-def test_a_failed_slot_write_during_a_scrub_is_reported_and_skipped(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    with flipped_byte(bench.engine.directory / "0", 3):
-        bench.step(service.ScrubRequested())
-        bench.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
-        bench.finish()
-    assert len(reports(bench, "storage.disk_failed")) == 1
-    assert "waltz-x.ctl" in reports(bench, "storage.scrub_skipped")[0]["error"]
-    assert bench.service.wake_at_ms is None or bench.service.wake_at_ms > bench.now_ms
+def test_a_failed_slot_write_during_a_scrub_is_reported_and_skipped(world):
+    owner = world.owned(5)
+    world.ask(1, owner.append(6))
+    with flipped_byte(world.engine.directory / "0", 3):
+        world.step(service.ScrubRequested())
+        world.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
+        world.finish()
+    assert len(reports(world, "storage.disk_failed")) == 1
+    assert "waltz-x.ctl" in reports(world, "storage.scrub_skipped")[0]["error"]
+    assert world.service.wake_at_ms is None or world.service.wake_at_ms > world.now_ms
 
 
 def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
-    bench = make(scrub=Scrub(bytes_per_s=100))
-    bench.ask(1, bench.owned(5).append(6))
-    (work,) = tick(bench)
-    bench.step(service.PartitionDropped(0))
-    bench.step(service.WorkDone(work, work.run()))
-    assert [each.log for each in bench.effects_of(service_effects.PartitionIdle)] == [bench.log]
-    assert bench.service.scrub_states(bench.now_ms) == []
+    world = make(scrub=Scrub(bytes_per_s=100))
+    world.ask(1, world.owned(5).append(6))
+    (work,) = tick(world)
+    world.step(service.PartitionDropped(0))
+    world.step(service.WorkDone(work, work.run()))
+    assert [effect.log for effect in world.effects_of(service_effects.PartitionIdle)] == [world.log]
+    assert world.service.scrub_states(world.now_ms) == []
 
 
-# ---- room
+# ---- disk space
 
 
 def test_free_space_is_rechecked_until_it_suffices(make):
-    bench = make(reserve_bytes=4_096)
-    owner = bench.owned(5)
+    world = make(reserve_bytes=4_096)
+    owner = world.owned(5)
     kept = (owner.next_id, owner.chain)
-    bench.disk.reported_free_bytes = 50
+    world.disk.reported_free_bytes = 50
     for _ in range(2):
-        assert bench.refusal(1, owner.append(2)) is NoSpace
-        assert "need 168 bytes" in bench.answers(1)[-1].message
+        assert world.refusal(1, owner.append(2)) is NoSpace
+        assert "need 168 bytes" in world.answers(1)[-1].message
         owner.next_id, owner.chain = kept
-    assert bench.log.max_id == -1
+    assert world.log.max_id == -1
     for free, is_full in ((50, True), (167, True), (168, False)):
-        bench.disk.reported_free_bytes = free
-        assert tick(bench) == []
-        look = bench.effects_of(service_effects.CheckSpace)[-1]
+        world.disk.reported_free_bytes = free
+        assert tick(world) == []
+        look = world.effects_of(service_effects.CheckSpace)[-1]
         look.space.recheck()
-        bench.step(service.SpaceChecked())
+        world.step(service.SpaceChecked())
         assert look.space.is_full == is_full
-    assert len(bench.effects_of(service_effects.CheckSpace)) == 3
+    assert len(world.effects_of(service_effects.CheckSpace)) == 3
     names = [
-        each.name for each in bench.effects_of(Report) if each.name.startswith("storage.disk_")
+        effect.name
+        for effect in world.effects_of(Report)
+        if effect.name.startswith("storage.disk_")
     ]
     assert names == ["storage.disk_full", "storage.disk_space_available"], (
         "each event is reported once"
     )
-    assert bench.ask(1, owner.append(2)).synced_max == 1
-    wake_at_ms = bench.service.wake_at_ms
-    tick(bench)
-    bench.finish()
+    assert world.ask(1, owner.append(2)).synced_max == 1
+    wake_at_ms = world.service.wake_at_ms
+    tick(world)
+    world.finish()
     assert wake_at_ms is not None
-    assert len(bench.effects_of(service_effects.CheckSpace)) == 3
+    assert len(world.effects_of(service_effects.CheckSpace)) == 3
 
 
 def test_a_slot_write_without_space_fails_and_keeps_the_reserve(make):
-    bench = make(reserve_bytes=4_096)
-    owner = bench.owned(5, engaged=False)
-    bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
+    world = make(reserve_bytes=4_096)
+    owner = world.owned(5, engaged=False)
+    world.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
     mark = owner.make(SetLowWaterMark, -1, owner.chain)
-    assert bench.refusal(1, mark) is DiskFailed, "a failed slot write is not retried"
-    assert bench.engine.space.reserved_bytes == 4_096
+    assert world.refusal(1, mark) is DiskFailed, "a failed slot write is not retried"
+    assert world.engine.space.reserved_bytes == 4_096
 
 
 def test_a_failed_scrub_on_a_full_disk_ends_no_session(make):
-    bench = make(reserve_bytes=4_096)
-    bench.ask(1, bench.owned(5).append(6))
-    bench.disk.reported_free_bytes = 0
-    bench.step(service.ScrubRequested())
-    bench.finish()
-    assert reports(bench, "storage.scrub_finished")
+    world = make(reserve_bytes=4_096)
+    world.ask(1, world.owned(5).append(6))
+    world.disk.reported_free_bytes = 0
+    world.step(service.ScrubRequested())
+    world.finish()
+    assert reports(world, "storage.scrub_finished")
 
 
 @contextmanager
@@ -952,7 +972,7 @@ def flipped_byte(directory, index):
 
 
 def replace_with_copy(directory):
-    """Put an older copy of a partition in its place."""
+    """Replace a partition's directory by an older copy."""
     shutil.copytree(directory, directory.with_name("copy"))
     shutil.rmtree(directory)
     shutil.copytree(directory.with_name("copy"), directory)
@@ -961,53 +981,53 @@ def replace_with_copy(directory):
 @pytest.mark.parametrize("change", [shutil.rmtree, replace_with_copy])
 @pytest.mark.parametrize("found_by", ["prepare", "scrub", "append", "marker"])
 def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by):
-    bench = make(scrub=Scrub())
-    bench.step(service.PartitionOpened(bench.engine.assign(1)))
-    owner = bench.owned()
-    assert isinstance(bench.ask(1, owner.append(3)), Appended)
+    world = make(scrub=Scrub())
+    world.step(service.PartitionOpened(world.engine.assign(1)))
+    owner = world.owned()
+    assert isinstance(world.ask(1, owner.append(3)), Appended)
     change(tmp_path / "0" / "0")
     match found_by:
         case "prepare":
-            bench.send(2, prepare(OwnerSession(2)))
+            world.send(2, prepare(OwnerSession(2)))
         case "scrub":
-            bench.step(service.ScrubRequested(0))
+            world.step(service.ScrubRequested(0))
         case "append":  # the file is closed and cannot be opened again
-            bench.disk.next_errors["pwrite"] = DiskFailed("opening: no such file")
-            bench.send(1, owner.append())
+            world.disk.next_errors["pwrite"] = DiskFailed("opening: no such file")
+            world.send(1, owner.append())
         case "marker":
-            bench.now_ms += 2_000
-            bench.step(Wakeup())
-    bench.finish()
-    (gone,) = bench.effects_of(service_effects.DropPartition)
-    assert gone.log is bench.log
-    names = [each.name for each in bench.effects_of(Report)]
+            world.now_ms += 2_000
+            world.step(Wakeup())
+    world.finish()
+    (gone,) = world.effects_of(service_effects.DropPartition)
+    assert gone.log is world.log
+    names = [effect.name for effect in world.effects_of(Report)]
     assert names.count("storage.files_replaced") == 1
     assert {"storage.disk_failed", "storage.scrub_skipped", "storage.damage_found"}.isdisjoint(
         names
     )
-    assert bench.refusal(3, prepare(OwnerSession(4))) is UnknownPartition
-    bench.now_ms += 10_000
-    bench.step(Wakeup())
-    assert bench.finish() == 0
+    assert world.refusal(3, prepare(OwnerSession(4))) is UnknownPartition
+    world.now_ms += 10_000
+    world.step(Wakeup())
+    assert world.finish() == 0
     other = dataclasses.replace(prepare(OwnerSession(2)), partition_id=1)
-    assert isinstance(bench.ask(4, other), Prepared)
-    bench.step(service.PartitionDropped(0))
-    assert bench.effects_of(service_effects.PartitionIdle)[-1].log is bench.log
-    assert not bench.effects_of(service_effects.EndProcess)
+    assert isinstance(world.ask(4, other), Prepared)
+    world.step(service.PartitionDropped(0))
+    assert world.effects_of(service_effects.PartitionIdle)[-1].log is world.log
+    assert not world.effects_of(service_effects.EndProcess)
 
 
-def test_a_repaired_replica_is_reported(bench):
-    owner = bench.owned()
-    bench.ask(1, owner.append(3))
+def test_a_repaired_replica_is_reported(world):
+    owner = world.owned()
+    world.ask(1, owner.append(3))
     later = OwnerSession(2)
-    assert isinstance(bench.ask(2, prepare(later)), Prepared)
+    assert isinstance(world.ask(2, prepare(later)), Prepared)
     later.next_id, later.chain = owner.next_id, owner.chain
-    bench.ask(2, later.append(2))
+    world.ask(2, later.append(2))
     mark = later.make(SetLowWaterMark, later.next_id - 1, later.chain)
-    assert isinstance(bench.ask(2, mark), ReplicaEnd)
+    assert isinstance(world.ask(2, mark), ReplicaEnd)
     (repaired,) = [
-        dict(each.fields)
-        for each in bench.effects_of(Report)
-        if each.name == "storage.replica_repaired"
+        dict(effect.fields)
+        for effect in world.effects_of(Report)
+        if effect.name == "storage.replica_repaired"
     ]
     assert repaired == {"partition": 0, "session": 2, "last_before": 2, "last": 4}

@@ -148,7 +148,7 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
         engine.close()
     engine = open_engine(tmp_path)
     assert engine.log(1).prepare(8, KEY).suspect
-    engine.unassign(1, deletes_files=False)  # The control file forgets it.
+    engine.unassign(1, deletes_files=False)  # The control file no longer lists the partition.
     shutil.rmtree(tmp_path / "1")
     log = engine.assign(1)
     assert (log.suspect, log.promised) == (False, -1)
@@ -222,7 +222,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
     engine.re_seed(1)
     log = engine.assign(1)
     assert (log.max_id, log.suspect, log.slot.nonce) == (-1, True, b"\xff" * 16)
-    assert log.promised == 0  # one above what the control file has seen
+    assert log.promised == 0  # one above the session in the control file
     engine.close()
 
 
@@ -299,9 +299,9 @@ def test_a_partition_with_replaced_files_opens_only_after_a_re_seed(tmp_path, is
     shutil.rmtree(tmp_path / "1")
     if is_replaced:
         shutil.copytree(tmp_path / "copy", tmp_path / "1")
-    with pytest.raises(MissingSegment) as found:
+    with pytest.raises(MissingSegment) as caught:
         log.check_files()
-    engine.stop_serving(1, found.value)
+    engine.stop_serving(1, caught.value)
     for call in (engine.assign, engine.log):
         with pytest.raises(MissingSegment, match="deleted or replaced"):
             call(1)
@@ -322,9 +322,9 @@ def test_a_partition_is_not_emptied_without_its_control_file(tmp_path, is_replac
     shutil.rmtree(tmp_path / "storage")
     if is_replaced:
         (tmp_path / "copy").rename(tmp_path / "storage")
-    with pytest.raises(MissingSegment) as found:
+    with pytest.raises(MissingSegment) as caught:
         log.check_files()
-    engine.stop_serving(1, found.value)
+    engine.stop_serving(1, caught.value)
     assert engine.has_lost_files
     for call in (engine.check_files, lambda: engine.re_seed(1)):
         with pytest.raises(MissingSegment, match=r"waltz-storage.ctl: .*deleted or replaced.*Hint"):

@@ -25,7 +25,7 @@ RECORD_BYTES = 60
 
 def test_entries_above_a_truncation_are_removed_with_the_intent():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
-    ends = [AckedMarker(one.last, one.chain) for one in entries]
+    ends = [AckedMarker(entry.last, entry.chain) for entry in entries]
     slot = Slot(2, acked=ends[2], provisional=ProvisionalMark(4, 9), damaged=(IdRange(1, 6),))
     cut, _ = plan_truncation(segments, 5)
     found = truncation.slot_with_intent(slot, segments, 5)
@@ -61,8 +61,8 @@ def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
         truncation.carry_out(segments, slot.truncate)
     truncation.carry_out(segments, slot.truncate)
     disk.lose_power(Survival.NOTHING, Random(1))
-    found = [name for name in disk.list(ROOT) if name.endswith(".seg")]
-    assert found == [segment_name(0, ".seg")]
+    names = [name for name in disk.list(ROOT) if name.endswith(".seg")]
+    assert names == [segment_name(0, ".seg")]
 
 
 def test_a_truncation_without_space_is_repeated_after_any_step():

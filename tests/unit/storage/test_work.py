@@ -61,7 +61,7 @@ def test_a_group_counts_its_appends_and_measures_its_sync(log):
     owner = OwnerSession(5)
     moments = iter((10.0, 10.5))
     result = run(log, owner.append(3), owner.append(2), clock_s=lambda: next(moments))
-    assert [type(each) for each in result.outcomes] == [Appended, Appended]
+    assert [type(outcome) for outcome in result.outcomes] == [Appended, Appended]
     assert (result.appended_count, result.appended_bytes) == (5, 5 * 44)
     assert result.sync_s == 0.5
     assert result.failure is None
@@ -88,7 +88,7 @@ def test_a_group_without_accepted_appends_is_not_synced(log):
     owner = OwnerSession(5)
     owner.append()
     result = run(log, owner.append(), owner.append())
-    assert [type(each) for each in result.outcomes] == [BadRequest, BadRequest]
+    assert [type(outcome) for outcome in result.outcomes] == [BadRequest, BadRequest]
     assert result.sync_s is None
     assert result.appended_count == 0
 
@@ -202,7 +202,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
     assert [size for suffix, size in preads if suffix == ".seg"] == [995 * 44]
 
 
-# ---- reading again, room
+# ---- repeated reads, disk space
 
 
 def test_a_scrub_piece_returns_the_bytes_read_and_the_next_id(log):
@@ -248,7 +248,7 @@ def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
     space = DiskSpace(disk, Path("/waltz"), 4_096)
     space.fill_reserve()
     result = Work(log, appends, STORAGE_ID, space=space).run()
-    assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
+    assert [type(outcome) for outcome in result.outcomes] == [NoSpace, NoSpace]
     assert (log.max_id, result.failure, space.reserved_bytes) == (-1, None, 4_096)
     space.recheck()
     assert space.is_full, "the space is full because of the rejected group"
@@ -256,7 +256,7 @@ def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
     space.recheck()
     assert not space.is_full
     result = Work(log, appends, STORAGE_ID, space=space).run()
-    assert [type(each) for each in result.outcomes] == [Appended, Appended]
+    assert [type(outcome) for outcome in result.outcomes] == [Appended, Appended]
 
 
 def test_a_truncation_without_space_is_repeated_with_the_reserve():
@@ -287,7 +287,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
 
 @pytest.mark.parametrize("reserve_bytes", [2 * NEW_FILES_BYTES, 0])
 def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_bytes):
-    """A reset must not fail halfway: the log could not be used until it is reopened."""
+    """A reset must not fail halfway, because the log could not be used until it is reopened."""
     disk = SimDisk()
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
     engine = StorageEngine.open(

@@ -123,7 +123,7 @@ async def test_a_hanging_piece_delays_neither_other_pieces_nor_the_shutdown():
     writers.run(other)
     await poll_until(lambda: recorder.outcomes)
     assert recorder.outcomes[0][0] is other
-    writers.end()  # Does not wait.
+    writers.end()  # The call does not wait.
     assert len(recorder.outcomes) == 1
     held.set()
     await poll_until(lambda: len(recorder.outcomes) == 2)
@@ -172,7 +172,7 @@ def test_each_call_of_a_helper_thread_has_one_outcome() -> None:
         assert dropped.cancel()
         assert helpers.is_busy
         may_end.set()
-        assert all(each.result(TEST_TIMEOUT_S) for each in waits)
+        assert all(wait.result(TEST_TIMEOUT_S) for wait in waits)
         assert later.result(TEST_TIMEOUT_S) == (3, 1)
         with pytest.raises(ZeroDivisionError):
             fails.result(TEST_TIMEOUT_S)

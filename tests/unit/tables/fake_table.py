@@ -25,7 +25,7 @@ class Version(NamedTuple):
 
 
 class StoredVersions(list[Version]):
-    """The versions of a table, which several followers may have open."""
+    """The versions of a table, which several followers may share."""
 
     def commit(self, operation: str, rows: dict[str, int] | None = None) -> None:
         """Commit as another program."""
@@ -36,7 +36,7 @@ class StoredVersions(list[Version]):
 class OpenTable:
     """A `FollowedTable` of a follower; `on_step` is called before each step of it.
 
-    Like the tables of files, it is created with its first changes, or by `finish`.
+    Like tables of files, the table is created with its first changes, or by `finish`.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class OpenTable:
         newest = self.stored[-1]
         version = newest.versions.get(follower.application)
         commits = [
-            DeltaCommit(at, each.operation, each.metadata) for at, each in enumerate(self.stored)
+            DeltaCommit(index, each.operation, each.metadata)
+            for index, each in enumerate(self.stored)
         ][::-1]
-        if found := find_newest_commit(follower, commits, is_complete=True):
-            metadata, others = found
+        if commit := find_newest_commit(follower, commits, is_complete=True):
+            metadata, others = commit
             return TableState(metadata, version, others)
         marks = (decode_marks(each.metadata) for each in commits)
-        rules = next((each.rules for each in marks if each is not None), None)
+        rules = next((mark.rules for mark in marks if mark is not None), None)
         return TableState(None, version, (), rules is not None or bool(newest.rows), rules)
 
     def apply(self, changes: Changes | None, marks: TableMarks) -> bool:
@@ -112,20 +113,23 @@ class LogInMemory:
     """A `FollowedLog` with a list of transactions per partition: a key, and its value or None."""
 
     def __init__(self, *partitions: list[tuple[str, int | None]]) -> None:
-        self.partitions = [list(each) for each in partitions]
+        self.partitions = [list(partition) for partition in partitions]
         self.firsts: dict[int, int] = {}
         self.read: list[tuple[dict[int, int], dict[int, int]]] = []
         self.on_wait: Callable[[], None] = _raise_killed
 
     def state(self) -> LogState:
-        marks = {number: len(each) - 1 for number, each in enumerate(self.partitions)}
+        marks = {number: len(partition) - 1 for number, partition in enumerate(self.partitions)}
         return LogState(marks, self.firsts)
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[Changes]:
         self.read.append(
-            ({each: min(marks[each] for marks in starts) for each in ends}, dict(ends))
+            (
+                {partition: min(marks[partition] for marks in starts) for partition in ends},
+                dict(ends),
+            )
         )
-        return [self.replayed(each, ends) for each in starts]
+        return [self.replayed(start, ends) for start in starts]
 
     def replayed(self, starts: MarkMap, ends: MarkMap) -> Changes:
         found: Changes = {}

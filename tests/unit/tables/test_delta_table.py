@@ -45,12 +45,12 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def table(path: Path) -> FollowedDeltaTable:
     """Return a new table at its marks."""
-    found = open_table(path)
-    assert found.marks(START) is None
-    found.create(START)
-    found.finish()
-    assert found.marks(START).version == 0
-    return found
+    table = open_table(path)
+    assert table.marks(START) is None
+    table.create(START)
+    table.finish()
+    assert table.marks(START).version == 0
+    return table
 
 
 def up_to(*marks: int) -> TableMarks:
@@ -59,13 +59,15 @@ def up_to(*marks: int) -> TableMarks:
 
 def rows(path: Path) -> list[tuple]:
     return sorted(
-        tuple(each.values()) for each in pa.table(DeltaTable(path).to_pyarrow_table()).to_pylist()
+        tuple(row.values()) for row in pa.table(DeltaTable(path).to_pyarrow_table()).to_pylist()
     )
 
 
 def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDeltaTable):
-    one = changes((1, "a", 0.5, 0, 0, False), (2, "a", None, 0, 1, False), (3, "a", 0, 1, 0, True))
-    assert table.apply(one, up_to(1, 0))
+    first = changes(
+        (1, "a", 0.5, 0, 0, False), (2, "a", None, 0, 1, False), (3, "a", 0, 1, 0, True)
+    )
+    assert table.apply(first, up_to(1, 0))
     assert rows(path) == [(1, "a", 0.5, 0, 0), (2, "a", None, 0, 1)]
     state = table.marks(START)
     assert (decode_marks(state.metadata), state.version, state.other_commits) == (
@@ -73,8 +75,10 @@ def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDel
         3,
         [],
     )
-    two = changes((1, "a", 0, 0, 2, True), (2, "a", 7.0, 0, 3, False), (2, "b", 8.0, 0, 4, False))
-    assert table.apply(two, up_to(4, 0))
+    second = changes(
+        (1, "a", 0, 0, 2, True), (2, "a", 7.0, 0, 3, False), (2, "b", 8.0, 0, 4, False)
+    )
+    assert table.apply(second, up_to(4, 0))
     assert rows(path) == [(2, "a", 7.0, 0, 3), (2, "b", 8.0, 0, 4)]
     assert DeltaTable(path).version() == 2
 
@@ -83,7 +87,7 @@ def test_the_marks_are_user_metadata_like_those_of_spark(path: Path, table: Foll
     commits = sorted((path / "_delta_log").glob("*.json"))
     actions = [json.loads(line) for line in commits[0].read_text().splitlines()]
     info, transaction = (
-        [each[kind] for each in actions if kind in each] for kind in ("commitInfo", "txn")
+        [action[kind] for action in actions if kind in action] for kind in ("commitInfo", "txn")
     )
     assert json.loads(info[0]["userMetadata"])["waltz"]["marks"] == {"0": -1, "1": -1}
     assert (transaction[0]["appId"], transaction[0]["version"]) == (f"waltz/{KEY}/f", 0)
@@ -149,7 +153,7 @@ def test_a_table_is_created_when_its_first_changes_are_known(path: Path):
         table.apply(changes((1, 1, 0, 1, False), schema=bad), up_to(1, -1))
     assert not path.exists()
     assert table.apply(changes((1, "a", 0.5, 0, 2, False)), up_to(2, -1))
-    found = [decode_marks(each["userMetadata"]) for each in DeltaTable(path).history()]
+    found = [decode_marks(commit["userMetadata"]) for commit in DeltaTable(path).history()]
     assert found == [up_to(2, -1), START]
     assert table.columns() == SCHEMA
 
@@ -173,7 +177,7 @@ def test_an_overwrite_is_a_replacement(path: Path, table: FollowedDeltaTable):
     write_deltalake(path, rows, mode="overwrite")
     DeltaTable.create(path, SCHEMA, mode="overwrite")
     others = table.marks(START).other_commits
-    assert [each.is_replacement for each in others] == [True, True, False]
+    assert [other.is_replacement for other in others] == [True, True, False]
 
 
 def test_changes_that_the_table_rejects_are_a_permanent_error(
@@ -202,7 +206,7 @@ def test_changes_that_the_table_rejects_are_a_permanent_error(
 def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     path: Path, table: FollowedDeltaTable, is_restore: bool
 ):
-    """A `MERGE` of Spark may succeed after such a commit, and the driver may be killed then."""
+    """A `MERGE` of Spark may succeed after such a commit; then the driver may be killed."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     if is_restore:
         DeltaTable(path).restore(0)
@@ -224,7 +228,7 @@ def test_a_commit_between_the_newest_two_of_the_follower_is_found(
 def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
     path: Path, table: FollowedDeltaTable
 ):
-    """Auto compaction of Spark copies the metadata of the session."""
+    """Auto compaction of Spark copies the commit metadata of the session."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     table.marks(START)
     table.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
@@ -250,7 +254,7 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
     delta.restore(0)
     state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(0, -1)
-    assert [each.version for each in state.other_commits] == list(range(22, 1, -1))
+    assert [other_commit.version for other_commit in state.other_commits] == list(range(22, 1, -1))
     assert state.other_commits[0].operation == "RESTORE"
     assert state.other_commits[1].operation == "SET TBLPROPERTIES"
 
@@ -499,11 +503,11 @@ def test_errors_of_an_object_store_are_classified(
         names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": url if status else "http://127.0.0.1:1"}
         for name, value in names.items():
             monkeypatch.setenv(f"AWS_{name}", value)
-        with pytest.raises(error, match=re.escape(message)) as found:
+        with pytest.raises(error, match=re.escape(message)) as caught:
             FollowedDeltaTable("s3://bucket/table", SCHEMA, ["Id"]).marks(START)
-    assert str(found.value).startswith("table s3://bucket/table: ")
-    assert "\n" not in str(found.value)
-    assert "\x1b" not in str(found.value)
+    assert str(caught.value).startswith("table s3://bucket/table: ")
+    assert "\n" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_a_follower_that_is_killed_at_any_step_continues(step, at):
 
 
 def check_versions(log: LogInMemory, table: StoredVersions) -> None:
-    """Each version is a replay up to its marks."""
+    """Check that each version is a replay up to its marks."""
     for version, marks in zip(table, marks_of(table), strict=True):
         changes = log.replayed(dict.fromkeys(marks, -1), marks)
         assert version.rows == {key: value for key, value in changes.items() if value is not None}
@@ -265,7 +265,7 @@ def test_concurrent_followers_produce_a_replay_of_the_log(partition, turns):
 
     follower(log, OpenTable(table, run_the_other)).run(until_now(log))
     check_versions(log, table)
-    marks = [each[0] for each in marks_of(table)]
+    marks = [mark[0] for mark in marks_of(table)]
     assert marks == sorted(marks)
     assert marks[-1] == len(partition) - 1
 
@@ -490,7 +490,7 @@ def test_a_follower_ends_after_a_commit_of_a_follower_with_another_name():
     log, table = LogInMemory([("a", 1), ("a", 2), ("b", 3), ("a", 4)]), StoredVersions()
     follower(log, table).run({0: 2})
     other = TableMarks("other", KEY, {0: -1})
-    follower(log, table, other, count_max=1).run({0: 0})  # an old row over a newer one
+    follower(log, table, other, count_max=1).run({0: 0})  # would replace a newer row by an old row
     with pytest.raises(BadFormat, match=r"version 3 .* by follower 'other' .* has one follower"):
         follower(log, table).run({0: 3})
     follower(log, table, other._replace(marks={})).run({0: 3})
@@ -524,8 +524,8 @@ def test_one_read_serves_several_tables_with_separate_marks():
     loop = follower_of(
         log, [progress(old), progress(new)], on_progress=lambda *each: steps.append(each)
     )
-    found = loop.run(until_now(log))
-    assert [dict(each.marks) for each in found] == [until_now(log)] * 2
+    result = loop.run(until_now(log))
+    assert [dict(each.marks) for each in result] == [until_now(log)] * 2
     assert [starts for starts, _ in log.read] == [{0: -1, 1: -1}, {0: 1, 1: -1}, {0: 2, 1: 0}]
     assert steps[-1] == (5, 5)
     assert old[: len(before)] == before
@@ -533,7 +533,7 @@ def test_one_read_serves_several_tables_with_separate_marks():
     for table in (old, new):
         check_versions(log, table)
         assert table[-1].rows == {"b": 2, "c": 4, "d": 1}
-        marks = [each[0] for each in marks_of(table)]
+        marks = [mark[0] for mark in marks_of(table)]
         assert marks == sorted(marks)
 
 

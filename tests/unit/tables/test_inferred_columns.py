@@ -34,7 +34,7 @@ def log_rows(*payloads: Any, first: int = 0) -> pa.Table:
             "partition": pa.array([0] * count, pa.int32()),
             "transaction_id": pa.array(range(first, first + count), pa.int64()),
             "header": pa.array([0] * count, pa.int32()),
-            "data": pa.array([json.dumps(each).encode() for each in payloads], pa.binary()),
+            "data": pa.array([json.dumps(payload).encode() for payload in payloads], pa.binary()),
         }
     )
 
@@ -45,12 +45,12 @@ def columns_of(*payloads: Any, known: pa.Schema = NONE) -> pa.Table:
 
 
 def test_the_first_value_determines_the_type_of_a_column():
-    found = columns_of(
+    columns = columns_of(
         {"id": 1, "text": None, "flag": True},
         {"id": 2, "text": "a", "list": [None, 1.5], "map": {"a": None, "b": [{"c": 1}]}},
         {"map": {"d": "x"}, "list": []},
     )
-    assert found.schema == pa.schema(
+    assert columns.schema == pa.schema(
         [
             ("id", pa.int64()),
             ("flag", pa.bool_()),
@@ -62,20 +62,20 @@ def test_the_first_value_determines_the_type_of_a_column():
             ),
         ]
     )
-    assert found["map"].to_pylist() == [
+    assert columns["map"].to_pylist() == [
         None,
         {"b": [{"c": 1}], "d": None},
         {"b": None, "d": "x"},
     ]
-    assert found["list"].to_pylist() == [None, [None, 1.5], []]
+    assert columns["list"].to_pylist() == [None, [None, 1.5], []]
 
 
 def test_known_columns_are_kept_and_extended():
     known = pa.schema([("a", pa.int64()), ("b", pa.struct([("x", pa.int64())])), ("c", pa.int32())])
-    found = columns_of({"b": {"y": 1}, "d": "x", "c": 7}, known=known)
+    columns = columns_of({"b": {"y": 1}, "d": "x", "c": 7}, known=known)
     grown = pa.struct([("x", pa.int64()), ("y", pa.int64())])
-    assert found.schema.names == ["a", "b", "c", "d"]
-    assert (found.schema.field("b").type, found.schema.field("c").type) == (grown, pa.int32())
+    assert columns.schema.names == ["a", "b", "c", "d"]
+    assert (columns.schema.field("b").type, columns.schema.field("c").type) == (grown, pa.int32())
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_reserved_name_of_the_log_or_the_table_is_an_error(name: str):
 
 
 def test_a_log_with_arbitrary_names_is_an_error():
-    half = {f"c{each}": 1 for each in range(COLUMNS_MAX // 2)}
+    half = {f"c{number}": 1 for number in range(COLUMNS_MAX // 2)}
     assert len(columns_of(half).schema.names) == COLUMNS_MAX // 2
-    nested = {"map": {f"f{each}": 1 for each in range(COLUMNS_MAX // 2)}}
+    nested = {"map": {f"f{number}": 1 for number in range(COLUMNS_MAX // 2)}}
     with pytest.raises(BadFormat, match=r"transaction 1, column 'map': expected at most 1000 col"):
         columns_of(half, nested)
     with pytest.raises(BadFormat, match=r"transaction 1000, column 'c1000': .* Hint: declare the"):
-        columns_of(*({f"c{each}": 1} for each in range(COLUMNS_MAX + 1)))
+        columns_of(*({f"c{number}": 1} for number in range(COLUMNS_MAX + 1)))
 
 
 class FoundLog:
@@ -130,7 +130,7 @@ class FoundLog:
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[pa.Table]:
         start = starts[0][0] + 1
         rows = log_rows(*self._payloads[start : ends[0] + 1], first=start)
-        parts = [rows.slice(at, 2) for at in range(0, rows.num_rows, 2)]
+        parts = [rows.slice(offset, 2) for offset in range(0, rows.num_rows, 2)]
         return [compute_changes_inferring_columns(parts, self.rules, self._table.columns(), "json")]
 
     def wait(self) -> None:
@@ -165,7 +165,7 @@ PAYLOADS = st.fixed_dictionaries(
 )
 
 
-# The library's merge makes null of the struct in transaction 1 (rule 8 of delta_table.py).
+# The merge of deltalake replaces the struct in transaction 1 by null (rule 8 of delta_table.py).
 STRUCT_GROWS = [{"id": 0}, {"id": 1, "c": {"y": 0}}, {"id": 0, "c": {"x": 0}}]
 
 
@@ -196,7 +196,7 @@ def test_new_fields_of_a_struct_keep_its_values_and_the_marks(
         patch.setattr(FollowedDeltaTable, "_merge", Mock(side_effect=RuntimeError))
         with pytest.raises(RuntimeError):
             follow_in_batches(path, payloads, [2])
-    marks = [each.get("userMetadata") for each in DeltaTable(path).history(2)]
+    marks = [commit.get("userMetadata") for commit in DeltaTable(path).history(2)]
     assert marks[0] == marks[1], "the commit of the fields has the marks of the table"
     assert [row["c"] for row in follow_in_batches(path, payloads, [2])] == [
         wrapped({"y": None, "x": 0}),

@@ -45,7 +45,7 @@ class Killed(BaseException):
 
 
 class ArrowLog:
-    """A log of one partition, of one table (`FollowedLog`)."""
+    """A log with one partition, given as an Arrow table (`FollowedLog`)."""
 
     def __init__(self, rows: list[tuple], rules: ChangeRules = RULES) -> None:
         self.rows, self.rules = rows, rules
@@ -58,8 +58,13 @@ class ArrowLog:
 
     def of(self, starts: dict[int, int], ends: dict[int, int]) -> pa.Table:
         found = [
-            {"partition": 0, "transaction_id": at, "id": self.rows[at][0], "text": self.rows[at][1]}
-            for at in range(starts[0] + 1, ends[0] + 1)
+            {
+                "partition": 0,
+                "transaction_id": row_id,
+                "id": self.rows[row_id][0],
+                "text": self.rows[row_id][1],
+            }
+            for row_id in range(starts[0] + 1, ends[0] + 1)
         ]
         # In two parts, as in a long batch.
         parts = [pa.RecordBatch.from_pylist(each, READ) for each in (found[:1], found[1:])]
@@ -73,7 +78,7 @@ class ArrowLog:
 def uri(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """A table in a directory whose name a URL escapes, and in a server that imitates S3."""
+    """The URL of a table: in a directory whose name must be escaped, or in an imitation of S3."""
     if request.param == "directory":
         yield str(tmp_path / "a %table")
         return
@@ -130,7 +135,7 @@ def content(uri: str) -> list[tuple]:
 
 
 def replayed(rows: list[tuple]) -> list[tuple]:
-    return [(at, *row) for at, row in enumerate(rows)]
+    return [(index, *row) for index, row in enumerate(rows)]
 
 
 def test_each_batch_is_a_directory_with_its_marks(uri: str):
@@ -154,7 +159,7 @@ def test_a_repeated_run_writes_no_batch_and_a_later_run_continues(uri: str):
 
 
 def kill_at_call(monkeypatch: pytest.MonkeyPatch, fatal: int, moment: str) -> None:
-    """Kill the process before or after a call that changes the store; the first has number 0."""
+    """Kill the process before or after a call that changes the store; calls are counted from 0."""
     numbers = count()
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,7 +303,7 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     assert content(uri) == replayed(LOG[:5])
     state = open_table(uri).marks(START)
     assert decode_marks(state.metadata).marks == {0: 2}
-    assert {each.follower for each in state.other_commits} == {"g"}
+    assert {other_commit.follower for other_commit in state.other_commits} == {"g"}
 
 
 def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
@@ -338,7 +343,7 @@ def test_columns_may_be_added_and_keep_their_types(tmp_path: Path):
     ):
         with pytest.raises(BadConfig, match=message):
             open_table(uri, schema).marks(START)
-    # As docs/tables.md shows it.
+    # As in docs/tables.md.
     query = f"FROM read_parquet('{uri}/batch=*/*.parquet', union_by_name = true)"
     rows = duckdb.sql(f"SELECT _transaction_id, more {query} ORDER BY 1").fetchall()
     assert rows == [(0, None), (1, None), (2, None), (3, 0.5)]
@@ -351,8 +356,8 @@ def test_columns_are_found_in_payloads(tmp_path: Path):
     table.create(START)
     assert table.columns() == pa.schema([])
     payloads = [b'{"id": 1}', b'{"id": 2, "new": {"x": 1}}']
-    for at, payload in enumerate(payloads):
-        row = {"partition": [0], "transaction_id": [at], "header": [0], "data": [payload]}
+    for index, payload in enumerate(payloads):
+        row = {"partition": [0], "transaction_id": [index], "header": [0], "data": [payload]}
         log = pa.table(
             row,
             pa.schema(
@@ -361,7 +366,7 @@ def test_columns_are_found_in_payloads(tmp_path: Path):
         )
         rows = with_inferred_columns(log, table.columns(), "json")
         changes = reduce_batches(rows.to_batches(), RULES, rows.schema)
-        assert table.apply(changes, START._replace(marks={0: at}))
+        assert table.apply(changes, START._replace(marks={0: index}))
         table.marks(START)
     assert open_table(str(tmp_path), None).columns().names == ["id", "new"]
 
@@ -397,7 +402,7 @@ def test_a_type_that_parquet_does_not_support_is_rejected(tmp_path: Path, kind: 
 
 
 def test_a_permanent_error_is_not_reported_as_unavailable(tmp_path: Path):
-    """Otherwise a follower without an end repeats the batch forever."""
+    """A follower without an end would repeat the batch forever if the error were `Unavailable`."""
     table = open_table("/sys/waltz_table")  # no user may write there
     table.create(START)
     with pytest.raises(BadConfig, match=r"^table /sys/waltz_table: cannot write .* Hint: the user"):
@@ -428,10 +433,10 @@ def test_denied_access_to_an_object_store_is_permanent(
     with store_with_answer(status, code) as url:
         host = url.removeprefix("http://")
         uri = f"s3://lake/table?scheme=http&region=us-east-1&endpoint_override={host}"
-        with pytest.raises(error) as found:
+        with pytest.raises(error) as caught:
             open_table(uri).marks(START)
-    assert str(found.value).startswith(f"table {uri}: cannot ")
-    assert ("Hint: " in str(found.value)) is (error is BadConfig)
+    assert str(caught.value).startswith(f"table {uri}: cannot ")
+    assert ("Hint: " in str(caught.value)) is (error is BadConfig)
 
 
 def test_the_creation_is_pending_until_the_first_changes(tmp_path: Path):

@@ -208,7 +208,9 @@ def test_a_key_in_two_partitions_names_both_transactions():
 
 
 def test_changes_without_an_effect_on_the_table_are_dropped():
-    rows = pa.concat_tables([log(*[(0, 1, "", 0.0)] * 3, partition=each) for each in range(3)])
+    rows = pa.concat_tables(
+        [log(*[(0, 1, "", 0.0)] * 3, partition=partition) for partition in range(3)]
+    )
     left = transactions_after(rows, {0: 1, 1: 2, 9: 5})
     found = zip(left["partition"].to_pylist(), left["transaction_id"].to_pylist(), strict=True)
     assert list(found) == [(0, 2), (2, 0), (2, 1), (2, 2)]

@@ -52,8 +52,8 @@ def test_the_form_of_marks_is_stable():
     rules = '{"key":["a","b"],"headers":[],"delete_headers":[9],"delete_where":"c = 1",'
     rules += '"changes":"m:f"}'
     body = f'{{"follower":"f","cluster":"{KEY}","marks":{{"0":41,"10":-1}},"rules":{rules}}}'
-    found = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1", "m:f"))
-    assert encode_marks(found) == f'{{"waltz":{body}}}'
+    marks = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1", "m:f"))
+    assert encode_marks(marks) == f'{{"waltz":{body}}}'
 
 
 @pytest.mark.parametrize("text", [None, "", "null", "nightly load", "[1]", '{"job": 7}', "NaN"])
@@ -173,25 +173,27 @@ def test_a_partition_without_a_mark_begins_before_its_first_transaction():
 
 @given(MARKS, st.data(), st.integers(1, 10**9))
 def test_batches_cover_the_log_without_a_gap(marks, data, count_max):
-    ends = {each: mark + data.draw(st.integers(0, 10**4)) for each, mark in marks.items()}
+    ends = {partition: mark + data.draw(st.integers(0, 10**4)) for partition, mark in marks.items()}
     found = next_batch_marks(marks, LogState(ends, {}), count_max)
-    assert all(marks[each] <= found[each] <= ends[each] for each in ends)
+    assert all(marks[partition] <= found[partition] <= ends[partition] for partition in ends)
     assert (found == marks) == (ends == marks)
     assert sum(found.values()) - sum(marks.values()) <= count_max
 
 
 @given(MARKS, st.data(), st.integers(1, 10**9))
 def test_a_limit_is_fully_used_and_distributed_by_lag(starts, data, count_max):
-    ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
+    ends = {
+        partition: mark + data.draw(st.integers(0, 10**6)) for partition, mark in starts.items()
+    }
     found = divide_by_lag(starts, ends, count_max)
     total = sum(ends.values()) - sum(starts.values())
     assert found.keys() == starts.keys()
-    assert all(starts[each] <= found[each] <= ends[each] for each in starts)
+    assert all(starts[partition] <= found[partition] <= ends[partition] for partition in starts)
     assert sum(found.values()) - sum(starts.values()) == min(total, count_max)
     if total > count_max:
-        for each in starts:
-            share = (ends[each] - starts[each]) * count_max / total
-            assert abs(found[each] - starts[each] - share) <= 1
+        for partition in starts:
+            share = (ends[partition] - starts[partition]) * count_max / total
+            assert abs(found[partition] - starts[partition] - share) <= 1
 
 
 def test_a_partition_whose_end_is_before_its_start_has_no_lag():

@@ -56,7 +56,7 @@ def lines_of(path):
     data = path.read_bytes()
     assert data.endswith(b"\n")
     assert all(each == 10 or 32 <= each < 127 for each in data), "expected printable ASCII only"
-    return [json.loads(each) for each in data.splitlines()]
+    return [json.loads(line) for line in data.splitlines()]
 
 
 async def begin_request(request):
@@ -156,7 +156,7 @@ async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path)
 async def test_denials_leave_room_in_the_file_for_administrative_requests(
     tmp_path, caplog, monkeypatch
 ):
-    """On a full disk, no administrative request could start."""
+    """If denials filled the disk, no administrative request could start."""
     path = tmp_path / "audit"
     async with open_log(path) as log:
         monkeypatch.setattr(audit_log, "DENIALS_FILE_BYTES_MAX", 1_000)
@@ -186,7 +186,7 @@ async def test_denials_leave_room_in_the_file_for_administrative_requests(
 async def test_the_addresses_of_a_network_are_one_host(tmp_path):
     async with open_log(tmp_path / "audit") as log:
         peers = [Peer(f"p{number}", f"2001:db8::{number:x}:5000") for number in range(80)]
-        assert [deny(log, each) for each in peers] == [True] * 60 + [False] * 20
+        assert [deny(log, peer) for peer in peers] == [True] * 60 + [False] * 20
         assert deny(log, Peer("p80", "2001:db8:0:1::1:5000"))
     assert len(lines_of(tmp_path / "audit")) == 61
 
@@ -236,7 +236,7 @@ async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, 
             await begin_request(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (2,), True)))
             is None
         )
-        logged = [each.getMessage() for each in caplog.records]
+        logged = [record.getMessage() for record in caplog.records]
         assert logged == [
             f"audit.opened path={path}",
             f"audit.write_failed path={path} error=No space left on device",
@@ -280,7 +280,7 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
     for number in range(7):
         log.request(PEER, MAY_ADMINISTER, SetAvailable(number, (1,), True)).begin(outcomes.append)
     await poll_until(lambda: len(outcomes) == 2)
-    assert [type(each) for each in outcomes] == [Overloaded, Overloaded]
+    assert [type(outcome) for outcome in outcomes] == [Overloaded, Overloaded]
     assert not deny(log)
     may_write.set()
     await poll_until(lambda: len(outcomes) == 7)
@@ -320,7 +320,7 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
             access.on_token_rejected(Authenticate(REQ_ID, secret), "it is not valid")
         assert (
             access.audit_request(ServerPartitionsRequest(REQ_ID)) is None
-        )  # not only administrators
+        )  # also principals that are not administrators
         assert access.audit_request(ExpireRequest(REQ_ID, 1, 0)) is not None
         assert access.may_begin(Unavailable("no")) is not is_enforced
     assert SECRET.hex() not in (tmp_path / "audit").read_text()

@@ -44,7 +44,7 @@ async def serve_file(name, path):
 
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(descriptor_passing.serve_descriptors(name, 4, open_asked))
-        await asyncio.sleep(0)  # its first step binds and listens
+        await asyncio.sleep(0)  # the first step of the server binds and listens
         assert descriptor_passing.is_offered(name)
         yield task
         task.cancel()
@@ -70,13 +70,13 @@ def read_file(name, question=b"this"):
 
 
 def test_a_file_is_passed_for_each_request(path, name):
-    run(name, path, lambda: read_file(name))  # the first loop of a process opens other files
+    run(name, path, lambda: read_file(name))  # the first event loop of a process opens files
     gc.collect()  # closes files of other tests before the count
     count = len(os.listdir("/proc/self/fd"))
-    found = run(
+    result = run(
         name, path, lambda: [read_file(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)]
     )
-    assert set(found) == {b"here"}
+    assert set(result) == {b"here"}
     assert len(os.listdir("/proc/self/fd")) == count
 
 
@@ -110,7 +110,7 @@ PYTHON = ["/usr/bin/env", "python3", "-c"]
 
 
 def has_another_user():
-    """Return whether another user can run a Python: root starts it, and the user can read it."""
+    """Return whether root can start Python as another user, who can read its files."""
     if os.geteuid() != 0:
         return False
     return subprocess.run([*PYTHON, ""], user=65_534, cwd="/", check=False).returncode == 0

@@ -54,12 +54,12 @@ def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
         async with asyncio.TaskGroup() as tasks:
             callers = [tasks.create_task(dns_lookup.addresses_of("slow-1")) for _ in range(20)]
             await poll_until(lambda: dns.requested_hosts)
-            for each in callers[:10]:
-                each.cancel()
+            for caller in callers[:10]:
+                caller.cancel()
             await asyncio.wait(callers[:10])
             assert dns.requested_hosts == ["slow-1"]
             dns.may_end.set()
-        assert [each.result() for each in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
+        assert [caller.result() for caller in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
         assert await dns_lookup.addresses_of("slow-1") == ["127.0.0.2", "127.0.0.1"]
         assert dns.requested_hosts == ["slow-1", "slow-1"]
 
@@ -69,8 +69,8 @@ def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
 def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
-            names = [f"slow-{each}" for each in range(40)]
-            slow = [tasks.create_task(dns_lookup.addresses_of(each)) for each in names]
+            names = [f"slow-{number}" for number in range(40)]
+            slow = [tasks.create_task(dns_lookup.addresses_of(name)) for name in names]
             await asyncio.sleep(0)
             assert "127.0.0.1" in await dns_lookup.addresses_of("localhost")
             assert not any(each.done() for each in slow)
@@ -134,7 +134,8 @@ def test_a_dial_tries_each_address(dns: Dns):
             link.abort("seen")
         finally:
             await listener.close()
-        # A refused connection to one of several addresses does not prove a dead process.
+        # If one of several addresses refuses a connection, this does not prove that the process is
+        # dead.
         with pytest.raises(Unreachable) as caught:
             await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
         assert not isinstance(caught.value.__cause__, ConnectionRefusedError)

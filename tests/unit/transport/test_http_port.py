@@ -83,7 +83,7 @@ def test_the_error_names_an_address_in_use():
 def test_bad_requests_are_rejected_and_not_logged(caplog, request_bytes):
     caplog.set_level(logging.DEBUG)
     assert response_to(request_bytes)[0] == BAD_REQUEST
-    assert [each for each in caplog.records if each.name != "asyncio"] == []
+    assert [record for record in caplog.records if record.name != "asyncio"] == []
 
 
 def test_a_connection_has_one_request():
@@ -176,7 +176,7 @@ def test_signal_handlers_and_loggers_are_not_changed():
         loggers = [logging.getLogger(each) for each in ("", "uvicorn", "uvicorn.access")]
         return (
             [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)],
-            [(each.level, each.propagate, list(each.handlers)) for each in loggers],
+            [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers],
         )
 
     async def main():

@@ -108,7 +108,7 @@ def test_the_arrival_timeout_does_not_limit_the_processing_of_a_request(monkeypa
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(get("/wait"))
         silent, silent_writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await silent.read() == b""  # the port closed it, and would close the other one
+        assert await silent.read() == b""  # the port closed this one, and could close the other
         silent_writer.close()
         app.may_answer.set()
         found = await answer(reader)
@@ -168,7 +168,7 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch, tmp_path, is_t
 
 
 class Clock:
-    """A loop whose time the test sets, and which keeps one timer."""
+    """A loop with one timer, whose time the test sets."""
 
     def __init__(self):
         self.now_s, self.timer = 0.0, None
@@ -224,12 +224,12 @@ def test_a_connection_to_a_dead_host_is_closed(connection_with_clock, monkeypatc
 
 def test_the_number_of_connections_is_limited():
     async def scenario(port, _app):
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT_MAX)]
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT_MAX)]
         rejected, rejected_writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionResetError):
             assert await rejected.read() == b""
         rejected_writer.close()
-        for reader, writer in crowd:
+        for reader, writer in connections:
             writer.write(get("/"))
             assert await answer(reader) == b"0"
             writer.close()
@@ -243,7 +243,7 @@ def test_a_tls_handshake_has_a_time_limit(monkeypatch, tmp_path):
     context, _ = tls_contexts(tmp_path)
 
     async def scenario(port, _app):
-        for sent in (b"", get("/")):  # nothing, and no TLS
+        for sent in (b"", get("/")):  # no bytes, and bytes that are not TLS
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
             with contextlib.suppress(ConnectionResetError):

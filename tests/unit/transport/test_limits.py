@@ -153,11 +153,11 @@ async def test_a_0_13_client_over_the_limit_is_disconnected_unprocessed(files, m
         port.apply(dataclasses.replace(permissions_with_limits(), limits=limits))
         context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
-        requests = [TransactionDataRequest(REQ_ID, each) for each in range(10)]
+        requests = [TransactionDataRequest(REQ_ID, number) for number in range(10)]
         links[0].send(requests[0])
         await poll_until(lambda: port.peer.messages)
         monkeypatch.setattr(net, "CLOSE_S_MAX", 0.01)
-        links[1].send_all(requests[1:])  # not answered: 0.13 does not know this error
+        links[1].send_all(requests[1:])  # not answered, because 0.13 lacks this error
         await links[1].wait_closed()
         assert port.peer.messages == requests[:1]
         links[0].abort("done")
@@ -175,12 +175,12 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
         await poll_until(lambda: len(port.peer.messages) == 100)
         await poll_until(lambda: peer._is_reading)
         assert port.peer.messages == requests
-        denials = [peer.denial(each) for each in port.peer.messages]
-        granted = sum(each is None for each in denials)
+        denials = [peer.denial(message) for message in port.peer.messages]
+        granted = sum(denial is None for denial in denials)
         assert granted < 50
-        assert {type(each) for each in denials[granted:]} == {Overloaded}
-        # The errors apply once: otherwise the same requests are permitted.
-        assert [peer.denial(each) for each in port.peer.messages] == [None] * 100
+        assert {type(denial) for denial in denials[granted:]} == {Overloaded}
+        # Each error occurs once; without it, the same requests are permitted.
+        assert [peer.denial(message) for message in port.peer.messages] == [None] * 100
         link.abort("done")
 
 
@@ -194,10 +194,10 @@ async def test_limits_are_those_of_the_newest_revision(files, token_file):
         port.apply(permissions_with_limits(revision=8, bytes_per_s=512))
         link.send_all([TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 11)])
         await poll_until(lambda: len(port.peer.messages) == 10)
-        assert any(isinstance(peer.denial(each), Overloaded) for each in port.peer.messages)
+        assert any(isinstance(peer.denial(message), Overloaded) for message in port.peer.messages)
         port.apply(dataclasses.replace(permissions_with_limits(revision=9), limits={}))
         assert peer.access.quota is None
-        # The feeds of the connection were not counted so far: the client has to mount again.
+        # The feeds of the connection were not counted before, so the client must mount again.
         port.apply(permissions_with_limits(revision=10, feeds=3))
         await link.wait_closed()
 

@@ -31,7 +31,7 @@ def contexts(request, files):
 
 @pytest.fixture
 def pair(contexts):
-    """Gives a dialler's link, a listener's peer and the listener."""
+    """Yields a dialler's link, a listener's peer, and the listener."""
 
     @contextlib.asynccontextmanager
     async def opened(**dial_options):
@@ -50,7 +50,7 @@ def pair(contexts):
 
 
 async def wait_for_nothing():
-    """Wait long enough for an unwanted event to occur."""
+    """Wait so long that an unwanted event would occur."""
     await asyncio.sleep(0.05)
 
 
@@ -83,7 +83,7 @@ async def test_prebuilt_frames_keep_their_order_among_messages(pair):
         assert link.bytes_sent > before + 300_000 + len(joined)
         link.send(raw(5, 3))
         await poll_until(lambda: len(peer.messages) == 4)
-        assert [each.sequence for each in peer.messages] == [0, 1, 2, 3]
+        assert [message.sequence for message in peer.messages] == [0, 1, 2, 3]
         link.close("enough")
         link.send_frames(joined)
     assert len(peer.messages) == 4
@@ -397,7 +397,7 @@ async def test_a_closing_listener_sends_pending_messages_and_closes_its_links(pa
 @run_on_loop
 async def test_a_connection_accepted_during_the_close_is_closed_too(monkeypatch):
     monkeypatch.setattr(net, "HELLO_S_MAX", 2 * TEST_TIMEOUT_S)
-    for turns in range(8):  # of the loop between the connection and the listener's end
+    for turns in range(8):  # turns of the loop between the connection and the listener's close
         listener = await listen(WireProtocol.STORAGE, ANY, 0, Peer().connected)
         with socket.create_connection((ANY, listener.port)) as dialler:
             dialler.setblocking(False)

@@ -82,7 +82,7 @@ WITH_REVOKED = dataclasses.replace(
 def logged(caplog, monkeypatch):
     monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     caplog.set_level(logging.DEBUG)
-    return lambda: "\n".join(each.getMessage() for each in caplog.records)
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ class Port:
 
     @property
     def principals(self):
-        return [each.principal for each in self.peer.links]
+        return [link.principal for link in self.peer.links]
 
 
 @contextlib.asynccontextmanager
@@ -127,7 +127,7 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
 
 
 async def dial_port(address, connect, protocol=WireProtocol.STORAGE, **settings):
-    """Dial as a client with this connect string does; return the closed link."""
+    """Dial like a client with this connect string; return the closed link."""
     context = tls.dial_context(ClientConfig(**settings), connect)
     link = await net.dial(protocol, address, ssl=context)
     link.close("done")
@@ -167,7 +167,7 @@ async def test_the_certificate_determines_the_principal(files, authority, tmp_pa
         shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
         await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["ann"]
-        # Without a certificate, and with one that has no principal.
+        # Without a certificate, and with a certificate that has no principal.
         await dial_port(port.address, trusting_connect_string(files))
         shown = certificate_settings(ca, tmp_path, "reserved", common_name="other")
         await dial_port(port.address, trusting_connect_string(files), **shown)
@@ -402,9 +402,9 @@ def test_a_message_does_not_show_its_token(protocol):
 def without_tokens(protocol, versions):
     """Return the versions of a protocol in which a connection cannot be authenticated."""
     return tuple(
-        each
-        for each in versions
-        if authentication.credential_message(protocol, each, SECRET) is None
+        version
+        for version in versions
+        if authentication.credential_message(protocol, version, SECRET) is None
     )
 
 
@@ -510,7 +510,7 @@ GRANTED = dataclasses.replace(
         Grant("anonymous", False, READ, None),
     ),
 )
-# The token of another principal, and a key that has issued other proofs.
+# A token of another principal, and a proof with another key.
 OTHER_GRANTS = dataclasses.replace(
     GRANTED,
     grants=(Grant("ann", False, APPEND, None),),

@@ -67,8 +67,8 @@ def test_after_a_burst_the_handshakes_of_a_host_are_rate_limited():
 
     def accepted_handshakes(address, count):
         outcomes = [limits.begin_handshake(address) for _ in range(count)]
-        for each in outcomes:
-            if not each:
+        for outcome in outcomes:
+            if not outcome:
                 limits.end_handshake(address)
         return outcomes.count("")
 
@@ -111,7 +111,7 @@ async def test_handshakes_alternate_between_hosts_with_pauses():
         begin_one()
         started += [name for name, turn in added.items() if turn.done() and name not in started]
     assert started == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
-    # No pause before the first handshake or after closed connections; one after the last.
+    # No pause before the first handshake or after closed connections, but after the last handshake.
     pause = port_limits.HANDSHAKE_PAUSE_S
     assert pauses_s == [0, pause, 0, pause, 0, pause, pause]
 
@@ -150,7 +150,7 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
             else:
                 link.abort("done")
         assert rejected == 6
-        lines = [each for each in caplog.messages if "handshakes per second" in each]
+        lines = [message for message in caplog.messages if "handshakes per second" in message]
         assert lines == [
             (
                 "tls.handshake_failed peer=127.0.0.1 error=this host begins more than 1 "
@@ -183,11 +183,11 @@ def test_unauthorized_links_are_limited_in_total_and_by_host():
     unauthorized = [OneLink(is_unauthorized=True) for _ in range(6)]
     assert [limits.add_link(each) for each in unauthorized] == [""] * 5 + [rejection]
     links_of_other_hosts = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
-    assert [limits.add_link(each) for each in links_of_other_hosts] == [""] * 5 + [rejection]
+    assert [limits.add_link(host) for host in links_of_other_hosts] == [""] * 5 + [rejection]
     unauthorized[3].is_unauthorized = False  # its token was accepted
     assert limits.add_link(unauthorized[5]) == ""
     others = [OneLink() for _ in range(30)]
-    assert [limits.add_link(each) for each in others] == [""] * 29 + [
+    assert [limits.add_link(other) for other in others] == [""] * 29 + [
         "the limit of connections is reached"
     ]
     for each in (*unauthorized, *links_of_other_hosts, *others):
@@ -282,7 +282,7 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
         monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", 0.2)
         silent, asking = [await dial_port(port, files) for _ in range(2)]
         sides = port.peer.links
-        assert [each.is_unauthorized for each in sides] == [False, True, True]
+        assert [side.is_unauthorized for side in sides] == [False, True, True]
         error = sides[2].denial(Heartbeat(1, 0, 3))
         assert isinstance(error, PermissionDenied)
         asking.send(Heartbeat(1, 0, 3))
@@ -316,8 +316,8 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         links.append(await dial_port(port, files))
         sides[3]._on_tick()
         assert [each.is_closed for each in sides] == [False, True, True, False]
-        for each in links:
-            each.abort("done")
+        for link in links:
+            link.abort("done")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ async def test_variants_of_a_protocol_error_are_logged_once(caplog):
         writer.write(data)
         await reader.read()
         writer.close()
-    lines = [each for each in caplog.messages if each.startswith("net.protocol_error")]
+    lines = [message for message in caplog.messages if message.startswith("net.protocol_error")]
     assert len(lines) == 2
     await listener.close()
 
@@ -380,4 +380,4 @@ def test_addresses_of_one_network_share_a_log_limit(monkeypatch):
     same = [f"2001:db8::{number:x}" for number in range(9)]
     others = ["2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "[2001:db8::1]:99", "[2001:db8::2]:99"]
     assert [tls.is_new_failure(each, "x") for each in same] == [True] + [False] * 8
-    assert all(tls.is_new_failure(each, "x") for each in others)
+    assert all(tls.is_new_failure(other, "x") for other in others)

@@ -9,7 +9,7 @@ import pytest
 
 from waltz_core.transport import tcp
 
-# Of `tcp_info`: how often the interval between probes has doubled.
+# The field of `tcp_info` that counts how often the interval between probes has doubled.
 BACKOFF = 4
 
 

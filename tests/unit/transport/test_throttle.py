@@ -56,9 +56,9 @@ class Connection:
         return id(message) in self.rejected
 
     def _take(self, messages):
-        for each in messages:
-            error = self.rejected.get(id(each))
-            self.passed.append((each, error and error.retry_after_ms, self.loop.time()))
+        for message in messages:
+            error = self.rejected.get(id(message))
+            self.passed.append((message, error and error.retry_after_ms, self.loop.time()))
 
     @property
     def sequences(self):
@@ -186,7 +186,7 @@ async def test_ranges_are_charged_when_sent_at_a_part_of_the_rate():
 
 
 async def feed(connection, frames, *, count=1_000):
-    """Send frames of a feed as soon as it is not paused; return how long that took."""
+    """Send frames of a feed whenever it is not paused; return the elapsed time."""
     begun_s = connection.loop.time()
     for number in range(frames):
         while connection.throttle.is_pausing_feeds:
@@ -202,7 +202,7 @@ def feed_frame(first, count, headers=b""):
 @run_on_virtual_loop
 async def test_a_feed_is_charged_for_filtered_headers_too():
     connection = Connection(bytes_per_s=100_000)
-    took_s = await feed(connection, 30)  # 20 KB each: 600 KB, of which the burst is in advance
+    took_s = await feed(connection, 30)  # 20 KB each, 600 KB in total; the burst does not wait
     assert 4.6 <= took_s <= 5.3
     assert connection.quota.usage.bytes == 600_000 - connection.throttle._unpaid_bytes
     await pass_time(1)
@@ -338,12 +338,12 @@ async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
     other = Connection(connection.quota)
     assert request_mount(connection, 1) is None
     answer_mount(connection, 1)
-    answer_with_error(connection, 1)  # of a range with the ID of the mount
+    answer_with_error(connection, 1)  # the answer to a range with the ID of the mount
     assert request_mount(other, 1) is None
     answer_with_error(other, 1)  # a proof that is not valid
     assert request_mount(connection, 2) == 1_000
     connection.throttle.on_feeds_ended(1)
-    # The error comes before the mount is done.
+    # The error arrives before the mount is complete.
     assert request_mount(connection, 3) is None
     answer_with_error(connection, 3)
     answer_mount(connection, 3)
@@ -388,7 +388,7 @@ async def test_a_closed_connection_forwards_no_requests():
 async def test_removing_the_limits_releases_waiting_requests():
     connection = Connection(appends_per_s=1)
     connection.throttle.receive(appends(1, 3))
-    connection.quota = None  # a revision has removed them
+    connection.quota = None  # a new revision has no limits
     connection.throttle.receive(appends(4, 9))
     await pass_time(1.5)
     assert connection.sequences == [*range(1, 10)]

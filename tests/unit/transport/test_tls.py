@@ -138,7 +138,9 @@ def test_settings_override_the_connect_string(files, tmp_path):
 def test_an_unverified_connect_string_does_not_weaken_settings(
     files, settings, mode, is_name_checked
 ):
-    given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
+    given = {
+        name: setting.format(authorities=files.authorities) for name, setting in settings.items()
+    }
     context = tls.dial_context(ClientConfig(**given), f"{CONNECT}?tls=unverified")
     assert context is not None
     assert context.verify_mode is mode

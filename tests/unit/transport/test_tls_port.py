@@ -30,7 +30,7 @@ def logged(caplog, monkeypatch):
     """The lines of the log so far; nothing was logged before."""
     monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     caplog.set_level(logging.INFO)
-    return lambda: "\n".join(each.getMessage() for each in caplog.records)
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
 
 
 def listen_context(files, **settings):
@@ -46,7 +46,7 @@ def dial_context(files, **settings):
 
 @contextlib.asynccontextmanager
 async def open_port(context):
-    """Give the peer behind a port, the port's listener and its address."""
+    """Yield the peer behind a port, the port's listener and its address."""
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=context)
     try:
@@ -81,8 +81,8 @@ async def send_and_return(files):
     ):
         for message in SENT:
             link.send(message)
-        for at in range(0, len(SMALL), 50):
-            link.send_all(SMALL[at : at + 50])
+        for offset in range(0, len(SMALL), 50):
+            link.send_all(SMALL[offset : offset + 50])
             await link.wait_drained()
         await poll_until(lambda: len(peer.messages) == len(SENT) + len(SMALL))
         for message in SENT:
@@ -184,7 +184,7 @@ async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
     async with daemon_of_0_13(protocol, tmp_path) as (address, hellos):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid"):
             await net.dial(protocol, address, ssl=tls.dial_context_for("on"))
-        # The common versions do not matter here.
+        # The supported protocol versions do not matter here.
         with contextlib.suppress(RemoteProtocolError):
             async with dial(address, tls.dial_context_for("unverified"), protocol):
                 pass
@@ -300,7 +300,7 @@ async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, logg
 
 
 def hello_of_tls_1_1():
-    """A ClientHello that offers no newer version, as old clients send it."""
+    """A ClientHello of an old client, which offers at most TLS 1.1."""
     ciphers = struct.pack(">H2H", 4, 0xC013, 0x002F)
     body = struct.pack(">H", 0x0302) + bytes(32) + b"\0" + ciphers + b"\1\0"
     handshake = b"\1" + len(body).to_bytes(3, "big") + body
@@ -354,8 +354,8 @@ async def test_replaced_files_are_used_if_they_are_valid(tmp_path, logged):
             await net.dial(WireProtocol.STORAGE, address, ssl=before)
 
 
-# ---------------------------------------------------------------------------------------------
-# a port that accepts both, and attempts to downgrade a connection
+# --------------------------------------------------------------------------------------------- a
+# port that accepts plain TCP and TLS, and attempts to downgrade a connection
 
 
 def of_daemon(files, **settings):
@@ -399,7 +399,7 @@ async def test_a_port_in_transition_rejects_other_protocols(files, logged):
 
 
 class ManInTheMiddle:
-    """A man in the middle: `attack` answers each connection; the first bytes are recorded."""
+    """A man in the middle: `attack` answers each connection. The first bytes are recorded."""
 
     def __init__(self, attack):
         self.first_bytes = []
@@ -526,7 +526,7 @@ async def test_each_loop_iteration_answers_one_handshake(files, monkeypatch):
 
     def counting(handshake):
         if answered[-1] == 0:
-            loop.call_soon(answered.append, 0)  # after all that has arrived in this iteration
+            loop.call_soon(answered.append, 0)  # after all data that has arrived in this iteration
         had_bytes = handshake.outgoing.pending
         try:
             do_handshake(handshake)
@@ -604,7 +604,7 @@ def test_only_a_fast_key_exchange_is_accepted(files, version):
 
 
 def can_select(group):
-    """Whether this Python can select a group that is no elliptic curve of OpenSSL 1.1."""
+    """Whether this Python can select groups that are not elliptic curves of OpenSSL 1.1."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).set_ecdh_curve(group)
     except ssl.SSLError:
@@ -614,7 +614,7 @@ def can_select(group):
 
 def hello_of_tls_1_3(groups):
     """A ClientHello with a key share of each group."""
-    shares = b"".join(struct.pack(">HH", each, 1) + b"k" for each in groups)
+    shares = b"".join(struct.pack(">HH", group, 1) + b"k" for group in groups)
     versions = struct.pack(">HHB", 43, 3, 2) + b"\3\4"
     extensions = versions + struct.pack(">3H", 51, 2 + len(shares), len(shares)) + shares
     body = struct.pack(">H", 0x0303) + bytes(32) + b"\0" + struct.pack(">2H", 2, 0x1301) + b"\1\0"
@@ -628,7 +628,7 @@ def test_the_first_key_share_that_openssl_knows_decides():
     rejected = [(), (unknown,), (p_384, p_256), (unknown, ffdhe8192, x25519)]
     for each in accepted:
         assert client_hello.reject_reason(hello_of_tls_1_3(each)) == ""
-    for each in rejected:  # without one, OpenSSL requests a second ClientHello
+    for each in rejected:  # without a matching key share, OpenSSL requests a second ClientHello
         assert "X25519 or P-256" in client_hello.reject_reason(hello_of_tls_1_3(each))
 
 
@@ -655,7 +655,7 @@ async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
         with socket.create_connection((ANY, listener.port)) as closed_connection:
             closed_connection.sendall(hello_of_client(files))
             await poll_until(lambda: delayed)
-            assert [each.when() for each in timeouts] == [None]
+            assert [timeout.when() for timeout in timeouts] == [None]
         turns._call_later = call_later
         turns._begin_one()
         await poll_until(lambda: "closed the connection while its handshake waited" in logged())

@@ -32,9 +32,9 @@ def req_id(sequence: int, client_id: int = 17) -> ReqId:
 
 def append_of(*req_ids: ReqId) -> AppendRaw:
     """Return an append with one record for each request ID; only the record prefixes are valid."""
-    records = [RECORD_PREFIX.pack(at, each.to_bytes(), 0, 0, 0) + b"crc!" for at, each in
+    records = [RECORD_PREFIX.pack(index, each.to_bytes(), 0, 0, 0) + b"crc!" for index, each in
                enumerate(req_ids)]  # fmt: skip
-    lengths = np.array([len(each) for each in records], dtype=">i4").tobytes()
+    lengths = np.array([len(record) for record in records], dtype=">i4").tobytes()
     return AppendRaw(1, 2, 0, 0, lengths, b"".join(records), 0, bytes(16), ())
 
 
@@ -53,7 +53,7 @@ def test_consecutive_request_ids_of_a_client_are_one_run(req_ids: list[ReqId], t
 
 
 def test_only_the_first_runs_are_listed():
-    many = [req_id(2 * at) for at in range(RUNS_MAX)]
+    many = [req_id(2 * number) for number in range(RUNS_MAX)]
     assert request_ids_text(append_of(*many)).count(",") == RUNS_MAX - 1
     more = request_ids_text(append_of(*many, req_id(100), req_id(200)))
     assert more == request_ids_text(append_of(*many)) + ",..."
@@ -61,18 +61,18 @@ def test_only_the_first_runs_are_listed():
 
 def test_slow_appends_are_listed_together_within_a_limit():
     slow = SlowAppends()
-    for at in range(RUNS_IN_LINE_MAX):
-        row = append_of(req_id(2 * at))
+    for number in range(RUNS_IN_LINE_MAX):
+        row = append_of(req_id(2 * number))
         entry = LineageEntry(
-            TransactionId(at), TransactionId(at), SessionId(1), 0, Chain(bytes(16))
+            TransactionId(number), TransactionId(number), SessionId(1), 0, Chain(bytes(16))
         )
-        slow.add(replace(row, first=at, lineage=(entry,)), 300 - at)
+        slow.add(replace(row, first=number, lineage=(entry,)), 300 - number)
     fields = dict(slow.fields())
     assert (fields["count"], fields["took_ms"]) == (RUNS_IN_LINE_MAX, 300)
     assert (fields["first"], fields["last"]) == (0, RUNS_IN_LINE_MAX - 1)
     runs = str(fields["requests"]).split(",")
-    assert runs == [f"17.3.0.{2 * at}" for at in range(RUNS_IN_LINE_MAX)]
-    many = [req_id(2 * at) for at in range(RUNS_IN_LINE_MAX)]
+    assert runs == [f"17.3.0.{2 * number}" for number in range(RUNS_IN_LINE_MAX)]
+    many = [req_id(2 * number) for number in range(RUNS_IN_LINE_MAX)]
     slow.add(replace(append_of(*many), lineage=(entry,)), 1)
     assert str(dict(slow.fields())["requests"]).split(",") == [*runs, "..."]
 
@@ -84,7 +84,7 @@ def test_slow_appends_are_listed_together_within_a_limit():
         ([100, -1, 101], "100..101"),
         ([100, -1, 104], "100,104"),
         ([-1, -1], "-"),
-        ([2 * at for at in range(RUNS_MAX + 5)], "0,2,4,6,8,10,12,14,..."),
+        ([2 * offset for offset in range(RUNS_MAX + 5)], "0,2,4,6,8,10,12,14,..."),
     ],
 )
 def test_committed_rows_are_described_by_transaction_ids(ids: list[int], text: str):

@@ -155,9 +155,9 @@ def test_a_wrong_data_checksum_is_reported_as_a_peer_error():
 
 def test_a_bool_is_true_only_for_the_byte_1():
     data = bytearray(payload(ErrorResponse(REQ_ID, 21, retriable=True, message="x"), 5))
-    at = 1 + 16 + 4
-    assert data[at] == 1
-    data[at] = 2
+    offset = 1 + 16 + 4
+    assert data[offset] == 1
+    data[offset] = 2
     assert codec.decode(WireProtocol.CLIENT, 5, memoryview(data)).retriable is False
 
 

@@ -116,7 +116,7 @@ def test_a_frame_of_another_protocol_ends_the_connection(start):
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
 def test_the_error_reports_a_peer_that_uses_tls(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
-    # Later bytes could be anything, and are reported unchanged.
+    # Later bytes may have any format, and are returned unchanged.
     _, listener = pair()
     assert "expected a frame of protocol 'S' version 4" in failure(listener, start + bytes(2))
 
@@ -157,7 +157,7 @@ def test_a_hello_has_a_smaller_limit():
 
 
 def test_a_connection_without_a_partial_payload_has_no_buffer():
-    """Nearly all of ten thousand connections are idle, or wait for the rest of a header."""
+    """Most of ten thousand connections are idle, or wait for the rest of a header."""
     dialler, listener = pair()
     hello = bytes(dialler.first_bytes())
     fresh = storage(is_listener=True)
@@ -211,8 +211,8 @@ def test_frames_of_all_sizes_are_decoded_from_any_split(step):
         stream = stream[:300]  # tests splits within headers
         messages = []
     received = []
-    for at in range(0, len(stream), step):
-        received += listener.receive(stream[at : at + step])
+    for offset in range(0, len(stream), step):
+        received += listener.receive(stream[offset : offset + step])
     assert messages == [] or received == messages
     assert listener.failure is None
 

@@ -31,7 +31,7 @@ from waltz_core.wire.messages import (
 )
 
 PAGE = Path(__file__).parents[3] / "docs/reference/permissions.md"
-MESSAGES = [each for protocol in PROTOCOLS for each in message_classes(protocol)]
+MESSAGES = [message_class for protocol in PROTOCOLS for message_class in message_classes(protocol)]
 VERBS = [verb.value for verb in AccessVerb]
 
 
@@ -91,34 +91,34 @@ def test_a_permission_by_field_covers_every_value_of_the_field(message):
 
 
 def test_each_protocol_has_one_message_with_a_credential():
-    found = [each.protocol for each in MESSAGES if each.requires is CREDENTIAL]
-    assert found == list(PROTOCOLS)
+    protocols = [message.protocol for message in MESSAGES if message.requires is CREDENTIAL]
+    assert protocols == list(PROTOCOLS)
 
 
 def test_requests_scoped_to_a_partition_have_a_partition():
     names = {"req_id", "partition_id", "partitions"}
     unknown = [
-        each.__name__
-        for each in MESSAGES
-        if each.requires not in (ANSWER, CREDENTIAL)
-        and any(requirement.scope is Scope.NAMED for requirement in requirements(each))
-        and not names & {field.name for field in dataclasses.fields(each)}
+        message.__name__
+        for message in MESSAGES
+        if message.requires not in (ANSWER, CREDENTIAL)
+        and any(requirement.scope is Scope.NAMED for requirement in requirements(message))
+        and not names & {field.name for field in dataclasses.fields(message)}
     ]
     assert not unknown
 
 
 def test_a_storage_changes_nothing_for_a_principal_without_replicate():
     requests = [
-        each
-        for each in message_classes(WireProtocol.STORAGE)
-        if each.requires not in (ANSWER, CREDENTIAL)
+        message_class
+        for message_class in message_classes(WireProtocol.STORAGE)
+        if message_class.requires not in (ANSWER, CREDENTIAL)
     ]
     open_to_readers = {
-        each.__name__
-        for each in requests
+        request.__name__
+        for request in requests
         if any(
             requirement.verbs != (REPLICATE,) or requirement.scope is not Scope.NAMED
-            for requirement in requirements(each)
+            for requirement in requirements(request)
         )
     }
     assert open_to_readers == {OpenRequest.__name__, "RangeRaw"}

@@ -31,11 +31,11 @@ def test_record_locations_round_trip(locations):
 @given(st.binary(max_size=100), st.integers(0, 1000))
 def test_invalid_bytes_are_rejected_or_consistent(data, records_bytes):
     try:
-        found = decode_locations(data, records_bytes)
+        locations = decode_locations(data, records_bytes)
     except BadFormat:
         return
-    assert sum(place.size for place in found) == records_bytes
-    assert encode_locations(found) == data
+    assert sum(place.size for place in locations) == records_bytes
+    assert encode_locations(locations) == data
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ EACH_KIND = pytest.mark.parametrize("kind", CHANGE_KINDS.values(), ids=list(CHAN
 
 def sample_arguments(kind, *, has_options=True):
     return {
-        each.name: VALUE_OF_KIND[each.kind]
-        for each in kind.parameters
-        if each.is_required or has_options
+        parameter.name: VALUE_OF_KIND[parameter.kind]
+        for parameter in kind.parameters
+        if parameter.is_required or has_options
     }
 
 
@@ -49,22 +49,26 @@ def sample_arguments(kind, *, has_options=True):
 def test_parameters_match_the_keyword_arguments_of_the_function(kind):
     run, *keywords = inspect.signature(kind.function).parameters.values()
     assert run.name == "run"
-    assert {each.name for each in keywords} == {each.keyword for each in kind.parameters}
-    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in keywords)
+    assert {keyword.name for keyword in keywords} == {
+        parameter.keyword for parameter in kind.parameters
+    }
+    assert all(keyword.kind is inspect.Parameter.KEYWORD_ONLY for keyword in keywords)
 
 
 @EACH_KIND
 def test_each_change_has_the_parameters_of_its_subcommand(kind):
     command = subcommands_of("cluster")[kind.name]
     arguments = [each for each in command.params if isinstance(each, click.Argument)]
-    required = [each for each in kind.parameters if each.is_required]
-    assert [each.name for each in arguments] == [each.keyword for each in required]
-    assert [each.nargs == -1 for each in arguments] == [each.is_list for each in required]
+    required = [parameter for parameter in kind.parameters if parameter.is_required]
+    assert [argument.name for argument in arguments] == [each.keyword for each in required]
+    assert [argument.nargs == -1 for argument in arguments] == [each.is_list for each in required]
     named = {each.name: each for each in command.params}
-    for each in kind.parameters:
-        assert (each.kind is ParameterKind.INTEGER) == (named[each.keyword].type is click.INT)
-        if each.option:
-            assert each.option in named[each.keyword].opts
+    for parameter in kind.parameters:
+        assert (parameter.kind is ParameterKind.INTEGER) == (
+            named[parameter.keyword].type is click.INT
+        )
+        if parameter.option:
+            assert parameter.option in named[parameter.keyword].opts
 
 
 @EACH_KIND
@@ -141,8 +145,8 @@ def test_partitions_are_numbers_ranges_or_all(text):
 
 def commands_of_findings():
     """Return the commands of all findings with a fixed text, and examples of composed commands."""
-    rows = [each.command for each in FINDING_KINDS.values()]
-    commands = [each.format_map(VALUES) for each in rows if each.strip("{}") not in COMPOSED]
+    rows = [finding_kind.command for finding_kind in FINDING_KINDS.values()]
+    commands = [row.format_map(VALUES) for row in rows if row.strip("{}") not in COMPOSED]
     moving = Case()
     moving.storage(A, disk=DiskFacts(5 << 20, True))
     adding = Case()
@@ -159,7 +163,7 @@ def commands_of_findings():
     lost.cluster(cluster_key=str(UUID(int=7)), name="pay")
     lost.partition(metadata=PartitionMetadata())
     composed = [each.facts for each in (moving, adding, spreading, quoted, not_open, lost)]
-    return commands + [found.command for facts in composed for found in diagnose(facts)]
+    return commands + [finding.command for facts in composed for finding in diagnose(facts)]
 
 
 COMMANDS = sorted(set(commands_of_findings()))
@@ -173,7 +177,9 @@ def test_the_change_of_a_finding_has_the_arguments_of_its_command(command):
     kind = CHANGE_KINDS[change["name"]]
     empty = [name for name, value in change["arguments"].items() if not value]
     filled = change["arguments"] | {
-        each.name: VALUE_OF_KIND[each.kind] for each in kind.parameters if each.name in empty
+        parameter.name: VALUE_OF_KIND[parameter.kind]
+        for parameter in kind.parameters
+        if parameter.name in empty
     }
     _, arguments = parse_change({"name": kind.name, "arguments": filled})
     keywords = kind.keyword_arguments(arguments)
@@ -183,13 +189,13 @@ def test_the_change_of_a_finding_has_the_arguments_of_its_command(command):
             filled[name] if word == "ADMIN_PORT" else word for word in arguments_of_command
         ]
     given = parse_command(arguments_of_command)
-    for each in kind.parameters:
-        assert each.name in empty or given[each.keyword] == keywords[each.keyword]
+    for parameter in kind.parameters:
+        assert parameter.name in empty or given[parameter.keyword] == keywords[parameter.keyword]
 
 
 def test_the_findings_have_changes_of_several_kinds():
     changes = [each for each in map(change_in_command, COMMANDS) if each is not None]
-    assert {each["name"] for each in changes} >= {
+    assert {change["name"] for change in changes} >= {
         *("add-storage", "auto-assign", "move-replica", "prefer", "unprefer"),
         *("remove-server", "replace-storage", "set-admin-port"),
     }

@@ -71,7 +71,7 @@ class World:
         return await self.viewer.view(token_hash)
 
     async def read_cluster(self):
-        """Answer a small read."""
+        """Answer a read of the cluster's znode."""
         await poll_until(lambda: self.error is not TimeoutError)  # ZooKeeper hangs
 
     async def _read(self, coordinator):
@@ -87,7 +87,7 @@ class World:
         return self.case.facts.zookeeper_servers
 
     def fields(self):
-        """Return the view, once."""
+        """Return the fields of one view."""
         return asyncio.run(self.viewer.view(""))
 
     def server(self, number, **changed):
@@ -98,12 +98,14 @@ class World:
     def storage(self, address, **changed):
         """Return the fields of a storage with changed facts."""
         self.case.storage(address, **changed)
-        return next(each for each in self.fields()["storages"] if each["address"] == address)
+        return next(
+            storage for storage in self.fields()["storages"] if storage["address"] == address
+        )
 
     def replica(self, address):
         """Return state and reason of a replica of partition 0."""
         replicas = self.fields()["partitions"][0]["replicas"]
-        found = next(each for each in replicas if each["storage"] == address)
+        found = next(replica for replica in replicas if replica["storage"] == address)
         return found["state"], found["reason"]
 
 
@@ -123,7 +125,7 @@ def test_a_healthy_cluster_is_shown(world):
     assert (fields["zookeeper_error"], fields["is_settled"]) == ("", True)
     assert abs(fields["time_ms"] - cluster_view.now_ms()) < 60_000
     assert fields["zookeeper"] == [
-        {"address": each, "state": "up", "mode": "follower", "error": ""} for each in NODES
+        {"address": node, "state": "up", "mode": "follower", "error": ""} for node in NODES
     ]
     assert fields["servers"][0] == {
         "address": ONE,
@@ -135,7 +137,7 @@ def test_a_healthy_cluster_is_shown(world):
         "preferred": [],
         "unreachable_storages": [],
     }
-    assert [each["address"] for each in fields["storages"]] == [A, B, C, SPARE]
+    assert [storage["address"] for storage in fields["storages"]] == [A, B, C, SPARE]
     assert fields["storages"][0] == {
         "address": A,
         "group": 0,
@@ -169,10 +171,10 @@ def test_disks_and_latencies_are_shown(world):
     disk = DiskFacts(50 << 20, True, 100 << 20, 10 << 20)
     world.case.server(1, append_latencies={A: (30, 1_500), B: (30, 900)})
     world.case.server(2, append_latencies={A: (30, 2_500)})
-    found = world.storage(A, disk=disk)
-    assert (found["free_bytes"], found["size_bytes"]) == (50 << 20, 100 << 20)
-    assert (found["is_full"], found["days_until_full"]) == (True, 5.0)
-    assert found["append_latency_ms"] == 2.5
+    storage = world.storage(A, disk=disk)
+    assert (storage["free_bytes"], storage["size_bytes"]) == (50 << 20, 100 << 20)
+    assert (storage["is_full"], storage["days_until_full"]) == (True, 5.0)
+    assert storage["append_latency_ms"] == 2.5
     assert world.storage(B, disk=None)["free_bytes"] is None
 
 
@@ -202,19 +204,19 @@ def test_the_state_of_a_zookeeper_server_is_shown(world, changed, state, error):
     ],
 )
 def test_the_state_of_a_server_is_shown(world, changed, state, error):
-    found = world.server(1, **changed)
-    assert (found["state"], found["error"]) == (state, error)
+    server = world.server(1, **changed)
+    assert (server["state"], server["error"]) == (state, error)
 
 
 def test_the_partitions_of_a_server_are_shown(world):
-    found = world.server(
+    server = world.server(
         1,
         served_partitions={1: False, 0: True},
         preferred_partitions=(1, 0),
         unreachable_storages=(C, A),
     )
-    assert (found["open"], found["not_open"], found["preferred"]) == ([0], [1], [0, 1])
-    assert found["unreachable_storages"] == [A, C]
+    assert (server["open"], server["not_open"], server["preferred"]) == ([0], [1], [0, 1])
+    assert server["unreachable_storages"] == [A, C]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +230,8 @@ def test_the_partitions_of_a_server_are_shown(world):
     ],
 )
 def test_the_state_of_a_storage_is_shown(world, changed, state, error):
-    found = world.storage(A, **changed)
-    assert (found["state"], found["error"]) == (state, error)
+    storage = world.storage(A, **changed)
+    assert (storage["state"], storage["error"]) == (state, error)
 
 
 def test_the_view_is_denied_if_all_answering_members_deny_it(world):
@@ -238,11 +240,11 @@ def test_the_view_is_denied_if_all_answering_members_deny_it(world):
     with pytest.raises(errors.PermissionDenied, match="is revoked"):
         world.fields()
     world.case.server(2, failure="")
-    assert [each["state"] for each in world.fields()["servers"]] == ["unknown", "up"]
+    assert [server["state"] for server in world.fields()["servers"]] == ["unknown", "up"]
     world.case = Case()
     for number in (1, 2):
         world.case.server(number, failure="refused")
-    assert {each["state"] for each in world.fields()["servers"]} == {"down"}
+    assert {server["state"] for server in world.fields()["servers"]} == {"down"}
     world.case.storage(B, **ADMIN_DENIED)
     with pytest.raises(errors.PermissionDenied, match="ann is not granted administer"):
         world.fields()
@@ -359,7 +361,7 @@ async def test_without_zookeeper_the_view_has_the_members_of_the_last_read(
     world.case.storage(A, failure="refused")
     world.case.facts = Facts(
         CONNECT,
-        tuple(ZooKeeperServerFacts(each, "refused") for each in NODES),
+        tuple(ZooKeeperServerFacts(node, "refused") for node in NODES),
         cluster=world.case.facts.cluster,
     )
     fields = await world.view()
@@ -378,7 +380,7 @@ async def test_many_callers_wait_for_zookeeper_at_the_same_time(monkeypatch):
     began_s = asyncio.get_running_loop().time()
     async with asyncio.TaskGroup() as tasks:
         views = [tasks.create_task(world.view()) for _ in range(5)]
-    assert {each.result()["zookeeper_error"] for each in views} == {"no answer within 0.8 s"}
+    assert {view.result()["zookeeper_error"] for view in views} == {"no answer within 0.8 s"}
     assert asyncio.get_running_loop().time() - began_s < PAUSE_S_MAX + 2 * TIMEOUT_S
     world.error = None
 
@@ -425,9 +427,9 @@ def test_findings_have_the_changes_of_the_console(world):
     case = world.case
     assert findings_of(world) == []
     case.server(1, failure="refused", served_partitions={})
-    (found,) = findings_of(world)
-    assert found.pop("sentence").startswith(f"server {ONE} is registered in ZooKeeper, but")
-    assert found == {
+    (finding,) = findings_of(world)
+    assert finding.pop("sentence").startswith(f"server {ONE} is registered in ZooKeeper, but")
+    assert finding == {
         "name": "server-unavailable",
         "area": "servers",
         "subject": ONE,
@@ -435,8 +437,8 @@ def test_findings_have_the_changes_of_the_console(world):
         "command": f"waltz-core cluster remove-server {ONE} --connect {CONNECT}",
         "change": {"name": "remove-server", "arguments": {"server": ONE}},
     }
-    (found,) = findings_of(world, Facts(CONNECT, zookeeper_failure="no answer"))
-    assert (found["name"], found["change"]) == ("zookeeper-unavailable", None)
+    (finding,) = findings_of(world, Facts(CONNECT, zookeeper_failure="no answer"))
+    assert (finding["name"], finding["change"]) == ("zookeeper-unavailable", None)
 
 
 def test_findings_require_the_same_permission_as_the_view(world):
@@ -459,13 +461,13 @@ def test_findings_require_the_same_permission_as_the_view(world):
 def test_findings_do_not_show_the_files_of_the_gateway(world, facts):
     world.case.server(1, failure="refused", served_partitions={})
     connect = f"{CONNECT}?auth=/etc/waltz/zk.admin&tls=/etc/waltz/ca.pem"
-    found = findings_of(world, facts, connect=connect)
-    assert found
-    assert "/etc/waltz" not in str(found)
+    findings = findings_of(world, facts, connect=connect)
+    assert findings
+    assert "/etc/waltz" not in str(findings)
     if facts is None:
         shown = f"{CONNECT}?auth=FILE&tls=FILE"
-        assert found[0]["command"].endswith(f"remove-server {ONE} --connect '{shown}'")
-        assert found[0]["change"] == {"name": "remove-server", "arguments": {"server": ONE}}
+        assert findings[0]["command"].endswith(f"remove-server {ONE} --connect '{shown}'")
+        assert findings[0]["change"] == {"name": "remove-server", "arguments": {"server": ONE}}
 
 
 # --- a caller whose token no member has checked (rule 5)
@@ -551,7 +553,7 @@ async def test_a_slow_read_continues_after_the_request_times_out(monkeypatch):
         await world.viewer.view("")
     assert (await world.viewer.view(""))["zookeeper_error"] == ""
     assert world.read_count == 1
-    await pass_time(PAUSE_S_MAX + 0.1)  # the next read is as slow, and no error
+    await pass_time(PAUSE_S_MAX + 0.1)  # the next read is as slow, but no error
     assert (await world.viewer.view(""))["zookeeper_error"] == ""
     await pass_time(8.0)
     assert world.read_count == 2
@@ -629,4 +631,4 @@ async def test_a_cancelled_request_does_not_affect_the_requests_that_wait_for_it
         await poll_until(lambda: query.count == 2)
         query.may_end.set()
     assert first.cancelled()
-    assert [each.result() for each in others] == [2, 2, 2]
+    assert [other.result() for other in others] == [2, 2, 2]

@@ -150,12 +150,12 @@ def test_only_the_files_of_the_console_exist(path):
 def test_pages_reference_no_other_origin():
     for name in FILES:
         text = (PAGES / name).read_text(encoding="utf-8")
-        found = re.findall(r"(?:https?:|wss?:)?//[a-z0-9][^\s\"'`]*\.[^\s\"'`]*", text)
-        assert {each for each in found if each != "http://www.w3.org/2000/svg"} == set(), name
+        matches = re.findall(r"(?:https?:|wss?:)?//[a-z0-9][^\s\"'`]*\.[^\s\"'`]*", text)
+        assert {each for each in matches if each != "http://www.w3.org/2000/svg"} == set(), name
         assert re.sub(r"http://www\.w3\.org/2000/svg", "", text).count("://") == 0, name
 
 
-@pytest.mark.parametrize("name", [each for each in FILES if each.endswith(".js")])
+@pytest.mark.parametrize("name", [file for file in FILES if file.endswith(".js")])
 def test_no_script_makes_html_or_code_of_a_text(name):
     text = (PAGES / name).read_text(encoding="utf-8")
     unsafe = (
@@ -434,10 +434,10 @@ def test_transactions_of_a_partition_are_shown():
             assert (await client.append(*rows)).status == 200
         partition = "/v1/console/partitions/1"
         _, page = await get_json(gateway, f"{partition}/transactions?first=1&count=1")
-        assert [each["transaction_id"] for each in page["transactions"]] == [1]
+        assert [transaction["transaction_id"] for transaction in page["transactions"]] == [1]
         assert (page["next"], page["high_water_mark"]) == (2, 2)
         _, newest = await get_json(gateway, f"{partition}/transactions?count=2")
-        assert [each["transaction_id"] for each in newest["transactions"]] == [1, 2]
+        assert [transaction["transaction_id"] for transaction in newest["transactions"]] == [1, 2]
         assert newest["previous"] == 0
         _, found = await get_json(gateway, f"{partition}/first-at?time_ms=0")
         assert found == {"transaction_id": 0, "high_water_mark": 2}
@@ -468,7 +468,7 @@ def test_rejections_have_the_client_of_the_winner():
         taken = {"partition": 1, "write_locks": [["seat", "12F"]], "mark": -1}
         async with gateway.client() as client:
             answers = [await client.append({"data": name, **taken}) for name in "abc"]
-        assert [each.status for each in answers] == [200, 409, 409]
+        assert [answer.status for answer in answers] == [200, 409, 409]
         _, found = await get_json(gateway, "/v1/console/partitions/1/rejections")
         first, second = found["rejections"]
         assert {first["winner"], second["winner"]} == {0}

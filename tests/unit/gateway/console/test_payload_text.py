@@ -26,17 +26,17 @@ MIB = 1024 * 1024
 
 def decode(data, bytes_max=LIMIT):
     """Decode a payload, and check the properties of every decoded payload."""
-    found = decode_payload(data, bytes_max)
-    assert len(found.text.encode()) <= bytes_max
-    assert type(found.is_shortened) is bool
-    return found
+    decoded = decode_payload(data, bytes_max)
+    assert len(decoded.text.encode()) <= bytes_max
+    assert type(decoded.is_shortened) is bool
+    return decoded
 
 
 def show(data, bytes_max=LIMIT):
     """Return format and text of a payload that is shown completely."""
-    found = decode(data, bytes_max)
-    assert not found.is_shortened
-    return found.format, found.text
+    decoded = decode(data, bytes_max)
+    assert not decoded.is_shortened
+    return decoded.format, decoded.text
 
 
 def unpack(data):
@@ -69,7 +69,7 @@ def test_an_empty_payload_has_no_text():
         '["' + "[" * 1000 + '\\"]"]',
     ],
 )
-def test_json_is_shown_as_it_is(text):
+def test_json_is_shown_unchanged(text):
     assert show(text.encode()) == ("json", text)
 
 
@@ -89,12 +89,12 @@ def test_json_is_shown_as_it_is(text):
         '"' + '\\"' * 5000,
         "line 1\r\nline 2\u2028line 3",
         "Grüße 你好 🙂",
-        "ܐܒܓ",  # its first byte is also that of an array in MessagePack
-        "ߐߑߒ",  # or of a map
+        "ܐܒܓ",  # in MessagePack, its first byte begins an array
+        "ߐߑߒ",  # or a map
         "<script>alert(1)</script>",
     ],
 )
-def test_other_text_is_shown_as_it_is(text):
+def test_other_text_is_shown_unchanged(text):
     assert show(text.encode()) == ("text", text)
 
 
@@ -202,10 +202,10 @@ def test_a_decompression_bomb_costs_little(stated_bytes):
     bomb = pa.Codec("zstd").compress(bytes(512 * MIB), asbytes=True)
     tracemalloc.start()
     before_bytes = pa.total_allocated_bytes()
-    found = decode(b"\xc1\x01" + struct.pack(">I", stated_bytes) + bomb)
+    decoded = decode(b"\xc1\x01" + struct.pack(">I", stated_bytes) + bomb)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.format == "compressed"
+    assert decoded.format == "compressed"
     assert peak_bytes < 8 * MIB
     assert pa.total_allocated_bytes() - before_bytes < 8 * MIB
 
@@ -227,20 +227,20 @@ def test_values_without_a_json_type_are_marked():
     times = [msgpack.Timestamp(1764496800), msgpack.Timestamp(1764496800, 120_000_000)]
     times += [msgpack.Timestamp(-1, 1), msgpack.Timestamp(2**60)]
     floats = [float("nan"), float("inf"), float("-inf")]
-    found = unpack(
+    unpacked = unpack(
         MSGPACK.serialize(
             {"bytes": b"\x00\xff", "times": times, "other": msgpack.ExtType(5, b"abc"), "f": floats}
         )
     )
-    assert found["bytes"] == {"$bytes": "AP8="}
-    assert found["times"][:3] == [
+    assert unpacked["bytes"] == {"$bytes": "AP8="}
+    assert unpacked["times"][:3] == [
         {"$timestamp": "2025-11-30T10:00:00Z"},
         {"$timestamp": "2025-11-30T10:00:00.12Z"},
         {"$timestamp": "1969-12-31T23:59:59.000000001Z"},
     ]
-    assert found["times"][3]["$extension"] == -1
-    assert found["other"] == {"$extension": 5, "$bytes": "YWJj"}
-    assert found["f"] == [{"$float": each} for each in ("NaN", "Infinity", "-Infinity")]
+    assert unpacked["times"][3]["$extension"] == -1
+    assert unpacked["other"] == {"$extension": 5, "$bytes": "YWJj"}
+    assert unpacked["f"] == [{"$float": each} for each in ("NaN", "Infinity", "-Infinity")]
 
 
 def test_maps_with_keys_other_than_strings_are_shown_completely():
@@ -277,8 +277,8 @@ def test_texts_in_messagepack_are_escaped_as_in_json(text):
     ],
 )
 def test_invalid_or_hostile_messagepack_is_dumped(data):
-    found = decode(data)
-    assert found.format == "binary"
+    decoded = decode(data)
+    assert decoded.format == "binary"
 
 
 def test_the_deepest_messagepack_is_shown():
@@ -303,7 +303,7 @@ def test_plain_messagepack_values_are_shown_exactly(value):
 @given(st.binary(max_size=60).map(lambda rest: b"\x93" + rest))
 @example(b"\x93\x01\x02")
 def test_shown_messagepack_is_readable_by_the_client(data):
-    """The package msgpack accepts what is shown, apart from texts and keys it cannot represent."""
+    """The package msgpack accepts shown payloads, except texts and keys it cannot represent."""
     if decode(data).format == "messagepack":
         msgpack.unpackb(data, strict_map_key=False, timestamp=0)
 
@@ -313,17 +313,17 @@ def test_shown_messagepack_is_readable_by_the_client(data):
 
 def test_truncated_json_is_shown_as_text():
     data = json.dumps(["ä" * 100] * 1000, ensure_ascii=False).encode()
-    found = decode(data, 1001)
-    assert (found.format, found.is_shortened) == ("text", True)
-    assert data.decode().startswith(found.text)
-    assert len(found.text.encode()) >= 998
+    decoded = decode(data, 1001)
+    assert (decoded.format, decoded.is_shortened) == ("text", True)
+    assert data.decode().startswith(decoded.text)
+    assert len(decoded.text.encode()) >= 998
 
 
 @pytest.mark.parametrize("bytes_max", range(1, 9))
 def test_text_is_truncated_between_characters(bytes_max):
-    found = decode("ab🙂🙂🙂".encode(), bytes_max)
-    assert (found.format, found.is_shortened) == ("text", True)
-    assert found.text == "ab🙂🙂🙂".encode()[:bytes_max].decode(errors="ignore")
+    decoded = decode("ab🙂🙂🙂".encode(), bytes_max)
+    assert (decoded.format, decoded.is_shortened) == ("text", True)
+    assert decoded.text == "ab🙂🙂🙂".encode()[:bytes_max].decode(errors="ignore")
 
 
 def test_text_that_ends_inside_of_a_character_is_dumped():
@@ -331,24 +331,24 @@ def test_text_that_ends_inside_of_a_character_is_dumped():
 
 
 def test_a_long_array_is_truncated():
-    found = decode(MSGPACK.serialize(list(range(100_000))), 1000)
-    assert (found.format, found.is_shortened) == ("messagepack", True)
-    assert found.text.startswith("[0,1,2,3,")
-    assert len(found.text) > 800
+    decoded = decode(MSGPACK.serialize(list(range(100_000))), 1000)
+    assert (decoded.format, decoded.is_shortened) == ("messagepack", True)
+    assert decoded.text.startswith("[0,1,2,3,")
+    assert len(decoded.text) > 800
 
 
 def test_a_long_text_in_messagepack_is_truncated_between_characters():
     for size in range(200, 204):
-        found = decode(MSGPACK.serialize({"a": "🙂" * 10_000, "b": b"x" * 100_000}), size)
-        assert (found.format, found.is_shortened) == ("messagepack", True)
-        assert found.text.startswith('{"a":"🙂🙂')
+        decoded = decode(MSGPACK.serialize({"a": "🙂" * 10_000, "b": b"x" * 100_000}), size)
+        assert (decoded.format, decoded.is_shortened) == ("messagepack", True)
+        assert decoded.text.startswith('{"a":"🙂🙂')
 
 
 def test_a_long_dump_is_truncated_at_the_end_of_a_line():
-    found = decode(b"\xff" * 10_000)
-    assert (found.format, found.is_shortened) == ("binary", True)
-    assert {len(line) for line in found.text.split("\n")} == {75}
-    assert len(found.text) > LIMIT - 76
+    decoded = decode(b"\xff" * 10_000)
+    assert (decoded.format, decoded.is_shortened) == ("binary", True)
+    assert {len(line) for line in decoded.text.split("\n")} == {75}
+    assert len(decoded.text) > LIMIT - 76
 
 
 large_parts = [
@@ -407,18 +407,18 @@ prefixes = st.sampled_from(
 
 @given(prefixes, st.binary(max_size=300), st.integers(1, 400))
 def test_any_bytes_are_shown_as_text(prefix, rest, bytes_max):
-    found = decode(prefix + rest, bytes_max)
-    assert isinstance(found, PayloadText)
-    assert found == decode_payload(prefix + rest, bytes_max)
-    json.loads(json.dumps(found))
+    decoded = decode(prefix + rest, bytes_max)
+    assert isinstance(decoded, PayloadText)
+    assert decoded == decode_payload(prefix + rest, bytes_max)
+    json.loads(json.dumps(decoded))
 
 
 @given(st.binary(max_size=2000), st.integers(1, 3000))
 def test_any_compressed_bytes_are_shown_as_text(data, bytes_max):
     packed = Zstd(BYTES, minimum_bytes=0).serialize(data)
-    found = decode(packed, bytes_max)
+    decoded = decode(packed, bytes_max)
     if not data.startswith((b"WZE\x01", b"\xc1")):
-        assert found == decode(data, bytes_max)
+        assert decoded == decode(data, bytes_max)
 
 
 def test_random_bytes_are_shown_as_text():

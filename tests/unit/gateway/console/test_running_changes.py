@@ -83,7 +83,7 @@ class World:
         self.error = None
 
     async def function(self, run, *, server):
-        """Act as the function of a change: end when the test permits it."""
+        """The function of a change, which ends when the test permits it."""
         self.calls.append((server, member_connections.ssl_context()))
         run.note_step("step 1")
         run.report_wait("the test")
@@ -103,11 +103,11 @@ class World:
         """Let the running changes end, and wait for the given changes."""
         self.error = error
         self.may_end.set()
-        await poll_until(lambda: all(each.ended_ms is not None for each in changes))
+        await poll_until(lambda: all(change.ended_ms is not None for change in changes))
 
     async def audit(self):
         entries = await self.coordinator.audit.read()
-        return [(each.user, each.command, each.outcome) for each in entries]
+        return [(entry.user, entry.command, entry.outcome) for entry in entries]
 
 
 @asynccontextmanager
@@ -302,8 +302,8 @@ async def test_a_gateway_that_stops_records_the_interruption(monkeypatch):
         just_started = await world.start()
         await world.changes.interrupt()
         changes = (running, just_started)
-        await poll_until(lambda: all(each.ended_ms is not None for each in changes))
-        assert {each.outcome for each in changes} == {"failed: the gateway was stopped"}
+        await poll_until(lambda: all(change.ended_ms is not None for change in changes))
+        assert {change.outcome for change in changes} == {"failed: the gateway was stopped"}
         assert [outcome for _, _, outcome in await world.audit()] == [OUTCOME_INTERRUPTED]
 
 
@@ -391,15 +391,15 @@ async def test_the_newest_audit_entries_are_listed_first(monkeypatch):
         for number in range(HISTORY_MAX + 3):
             await world.coordinator.audit.begin(AuditEntry("ann@host", number, "cluster prefer"))
         history = (await world.changes.fields())["history"]
-        assert [each["begun_ms"] for each in history] == list(range(HISTORY_MAX + 2, 2, -1))
+        assert [change["begun_ms"] for change in history] == list(range(HISTORY_MAX + 2, 2, -1))
 
 
 @run_on_virtual_loop
 async def test_the_kinds_of_changes_are_listed_for_the_dialogs(monkeypatch):
     async with open_world(monkeypatch) as world:
         fields = await world.changes.fields()
-        assert [each["name"] for each in fields["kinds"]] == list(CHANGE_KINDS)
-        (added,) = [each for each in fields["kinds"] if each["name"] == "add-storage"]
+        assert [kind["name"] for kind in fields["kinds"]] == list(CHANGE_KINDS)
+        (added,) = [kind for kind in fields["kinds"] if kind["name"] == "add-storage"]
         assert added["parameters"][1] == {
             "name": "group",
             "kind": "integer",

@@ -64,7 +64,7 @@ async def write(client, rows):
 
 
 def ids(page):
-    return [each["transaction_id"] for each in page["transactions"]]
+    return [transaction["transaction_id"] for transaction in page["transactions"]]
 
 
 class Fetches:
@@ -128,23 +128,23 @@ def test_a_page_has_the_fields_of_the_console():
 
 def test_forward_pages_have_each_transaction_once():
     async def scenario(client):
-        await write(client, [(0, b"%d" % each) for each in range(130)])
+        await write(client, [(0, b"%d" % number) for number in range(130)])
         first, found = 0, []
         while first <= 129:
             page = await read_page_from(client, P, first, 50)
             found += page["transactions"]
             assert page["next"] == min(first + 50, 130)
             first = page["next"]
-        assert [each["text"] for each in found] == [f"{each}" for each in range(130)]
+        assert [each["text"] for each in found] == [f"{number}" for number in range(130)]
 
     run(scenario)
 
 
 def test_a_filter_selects_transactions_forwards():
     async def scenario(client):
-        await write(client, [(each % 10, b"%d" % each) for each in range(1000)])
+        await write(client, [(number % 10, b"%d" % number) for number in range(1000)])
         page = await read_page_from(client, P, 5, 30, (3, 4))
-        assert ids(page) == [each for each in range(5, 1000) if each % 10 in (3, 4)][:30]
+        assert ids(page) == [number for number in range(5, 1000) if number % 10 in (3, 4)][:30]
         assert page["next"] == ids(page)[-1] + 1
         rare = await read_page_from(client, P, 0, 50, (77,))
         assert (ids(rare), rare["next"]) == ([], 1000)
@@ -164,8 +164,8 @@ def test_pages_of_an_empty_partition_are_empty():
             }
             newest = await read_page_until(client, P, None, 50, headers)
             assert newest == {**page, "previous": -1}
-        found = await first_transaction_at(client, P, 5)
-        assert found == {"transaction_id": 0, "high_water_mark": -1}
+        first = await first_transaction_at(client, P, 5)
+        assert first == {"transaction_id": 0, "high_water_mark": -1}
 
     run(scenario)
 
@@ -223,14 +223,16 @@ def test_a_page_of_large_transactions_is_bounded(monkeypatch):
 
 def test_the_newest_page_ends_at_the_high_water_mark(monkeypatch):
     async def scenario(client):
-        await write(client, [(0, b"%d" % each) for each in range(130)])
+        await write(client, [(0, b"%d" % number) for number in range(130)])
         fetches = Fetches(client, monkeypatch)
         page = await read_page_until(client, P, None, 50)
         assert set(page) == UNTIL_FIELDS
         assert ids(page) == list(range(80, 130))
         assert (page["next"], page["previous"], page["high_water_mark"]) == (130, 79, 129)
         assert len(fetches.queries) == 3
-        assert fetches.bytes == sum(40 + len(each["text"]) for each in page["transactions"])
+        assert fetches.bytes == sum(
+            40 + len(transaction["text"]) for transaction in page["transactions"]
+        )
         older = await read_page_until(client, P, page["previous"], 50)
         assert ids(older) == list(range(30, 80))
         assert (older["next"], older["previous"]) == (80, 29)
@@ -256,8 +258,8 @@ def test_a_page_until_an_id_ends_with_this_id():
 
 def test_a_filter_selects_transactions_backwards(monkeypatch):
     async def scenario(client):
-        await write(client, [(each % 10, b"%d" % each) for each in range(5000)])
-        matching = [each for each in range(5000) if each % 10 in (3, 4)]
+        await write(client, [(number % 10, b"%d" % number) for number in range(5000)])
+        matching = [number for number in range(5000) if number % 10 in (3, 4)]
         fetches = Fetches(client, monkeypatch)
         page = await read_page_until(client, P, None, 200, (3, 4))
         assert ids(page) == matching[-200:]
@@ -323,7 +325,7 @@ def test_forward_and_backward_pages_have_each_match_once(monkeypatch, seed):
         for start in range(0, len(rows), 100):
             await write(client, rows[start : start + 100])
         for headers in ((), (7,)):
-            expected = [at for at, each in enumerate(rows) if not headers or each[0] == 7]
+            expected = [index for index, row in enumerate(rows) if not headers or row[0] == 7]
             count = random.choice([1, 7, 50, 60])
             first, found = 0, []
             while first < len(rows):
@@ -377,8 +379,8 @@ def test_a_page_backwards_ends_at_the_first_available_transaction(monkeypatch, k
         for last in (39, 0):
             before = await read_page_until(client, P, last, 200, headers)
             assert (ids(before), before["previous"], before["next"]) == ([], -1, 40)
-        found = await first_transaction_at(client, P, 0)
-        assert found["transaction_id"] == 40
+        first = await first_transaction_at(client, P, 0)
+        assert first["transaction_id"] == 40
 
     run(scenario)
 
@@ -450,13 +452,15 @@ def test_the_first_transaction_at_a_time_is_found(monkeypatch):
             (1_491, 150),
             (2**62, 150),
         ):
-            found = await first_transaction_at(client, P, time_ms)
-            assert found == {"transaction_id": expected, "high_water_mark": 149}, time_ms
+            first = await first_transaction_at(client, P, time_ms)
+            assert first == {"transaction_id": expected, "high_water_mark": 149}, time_ms
         fetches = Fetches(client, monkeypatch)
         await first_transaction_at(client, P, 1_234)
         assert len(fetches.queries) <= 8
         page = await read_page_from(client, P, 6, 50, ())
-        assert [each["time_ms"] for each in page["transactions"][:4]] == [1_020] * 3 + [1_030]
+        assert [transaction["time_ms"] for transaction in page["transactions"][:4]] == [
+            1_020
+        ] * 3 + [1_030]
 
     run(scenario)
 
@@ -470,12 +474,17 @@ def test_transactions_without_a_stamp_have_no_time(monkeypatch):
         clock.now_ms = 5_000
         await write(client, [(7, b"b")] * 2)
         page = await read_page_until(client, P, None, 50)
-        assert [each["time_ms"] for each in page["transactions"]] == [None, None, 5_000, 5_000]
+        assert [transaction["time_ms"] for transaction in page["transactions"]] == [
+            None,
+            None,
+            5_000,
+            5_000,
+        ]
         page = await read_page_until(client, P, None, 50, (7,))
-        assert [each["time_ms"] for each in page["transactions"]] == [5_000, 5_000]
+        assert [transaction["time_ms"] for transaction in page["transactions"]] == [5_000, 5_000]
         for time_ms, expected in ((5_000, 0), (5_001, 4)):
-            found = await first_transaction_at(client, P, time_ms)
-            assert found["transaction_id"] == expected
+            first = await first_transaction_at(client, P, time_ms)
+            assert first["transaction_id"] == expected
 
     run(scenario)
 
@@ -484,16 +493,16 @@ def test_transactions_without_a_stamp_have_no_time(monkeypatch):
 
 
 def test_the_texts_of_a_page_are_bounded():
-    """Compressed payloads have much more text than bytes."""
+    """The text of a compressed payload may be much longer than the payload."""
 
     async def scenario(client):
         packed = Zstd(BYTES).serialize(b"a" * 100_000)
         await write(client, [(0, packed)] * 200)
         page = await read_page_from(client, P, 0, 200)
-        texts = [each["text"] for each in page["transactions"]]
+        texts = [transaction["text"] for transaction in page["transactions"]]
         lengths = [16_384] * 32 + [512] * 168
-        assert [len(each) for each in texts] == lengths
-        assert all(each["is_shortened"] for each in page["transactions"])
+        assert [len(text) for text in texts] == lengths
+        assert all(transaction["is_shortened"] for transaction in page["transactions"])
         last = await read_page_from(client, P, 199, 1)
         assert len(last["transactions"][0]["text"]) == 16_384
 

@@ -1,7 +1,7 @@
-"""A bench for a partition's machine: modeled storages and ZooKeeper, stepped by the test.
+"""A test world for a partition's replication: modeled storages and ZooKeeper, stepped by a test.
 
-The test controls every step: `deliver` gives one storage its next request and the machine the
-answer, `run` continues until no work is left.
+The test controls every step: `deliver` passes the next request to a storage, and the answer to the
+machine. `run` continues until no work is left.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ A, B, C, D, E = (f"storage{n}:1" for n in range(5))
 LIMITS = SessionLimits(lag_bytes_max=500, range_bytes_max=300)
 
 
-class Bench:
-    """The bench that the module docstring describes."""
+class ReplicationWorld:
+    """The machine of one partition, with modeled storages and ZooKeeper."""
 
     def __init__(self, *names, state=MarkerState.NEW, limits=LIMITS):
         self.names = names or (A, B, C)
@@ -39,8 +39,8 @@ class Bench:
         self.rng = Random(3)
         self.store = self._new_store(limits)
         self.limits = limits
-        self.reported = []  # effects towards the owner, and reports
-        self.sent = []  # (replica, message), all there ever were
+        self.reported = []  # reports, and effects for the owner
+        self.sent = []  # all (replica, message) pairs so far
         self.zookeeper_requests = deque()  # effects for the coordinator
         self.requests = {}  # replica -> queue of requests
         self.dials = deque()
@@ -70,7 +70,9 @@ class Bench:
                     self.requests[effect.replica].append(effect.message)
                 case session_events.CloseReplica():
                     del self.requests[effect.replica]
-                    self.dials = deque(one for one in self.dials if one.replica != effect.replica)
+                    self.dials = deque(
+                        dial for dial in self.dials if dial.replica != effect.replica
+                    )
                 case _:
                     self.reported.append(effect)
         return effects
@@ -94,10 +96,10 @@ class Bench:
         del self.requests[replica]
         self.step(session_events.ReplicaLost(session, replica, reason))
 
-    # --- the other side
+    # --- answers of storages and ZooKeeper
 
     def connect(self):
-        """Let the oldest dial succeed, or fail where the storage is down."""
+        """Let the oldest dial succeed, or fail if the storage is down."""
         effect = self.dials.popleft()
         if effect.replica in self.down:
             del self.requests[effect.replica]
@@ -186,7 +188,7 @@ class Bench:
                 self.answer_zookeeper()
 
     def reopen(self):
-        """Let the next session open after one was lost."""
+        """Let the next session open after a session was lost."""
         for _ in range(20):
             self.run()
             if self.store.open_session_id is not None:
@@ -203,7 +205,7 @@ class Bench:
         return batch.last
 
     def append(self, count=1, *, batches=1):
-        """Append batches and let all replicas have them."""
+        """Append batches, and deliver them to all replicas."""
         for _ in range(batches):
             self.submit(count)
         self.run()
@@ -219,8 +221,8 @@ class Bench:
         self.marker_version += 1
 
     def other_server(self):
-        """Return another server's bench over the same storages and the same ZooKeeper."""
-        other = Bench(*self.names)
+        """Return another server's world over the same storages and the same ZooKeeper."""
+        other = ReplicationWorld(*self.names)
         other.storages, other.storage_ids = self.storages, self.storage_ids
         other.store = other._new_store(other.limits)
         other.check_replica_states(self)
@@ -230,7 +232,7 @@ class Bench:
         self.metadata, self.metadata_version = other.metadata, other.metadata_version
         self.marker, self.marker_version = other.marker, other.marker_version
 
-    # --- what was reported
+    # --- reports
 
     def all_reported(self, kind):
         return [one for one in self.reported if isinstance(one, kind)]
@@ -249,4 +251,4 @@ class Bench:
         return {name: self.storages[name].payloads() for name in self.names}
 
 
-__all__ = ["KEY", "LIMITS", "A", "B", "Bench", "C", "D", "E", "wire"]
+__all__ = ["KEY", "LIMITS", "A", "B", "C", "D", "E", "ReplicationWorld", "wire"]
