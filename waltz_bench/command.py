@@ -58,8 +58,8 @@ LOAD: dict[str, tuple[type, int | float | None, str]] = {
         int,
         None,
         (
-            "number of rows in an append batch [default: 1000; Spark writes: the default of option "
-            "batchSize]"
+            "number of rows in an append batch [default: 1000; for Spark writes the default of the "
+            "option batchSize]"
         ),
     ),
     "--seconds": (float, 10.0, "duration of the load in seconds"),
@@ -117,8 +117,8 @@ def _load_options(function: SubcommandFunction) -> SubcommandFunction:
     "tls_file",
     type=options.PATH_TYPE,
     metavar="FILE.toml",
-    help="a file with TLS settings for the temporary cluster (docs/operations.md); with flood, "
-    "the cluster also has access control",
+    help="a file with TLS settings for the temporary cluster (docs/operations.md); for the "
+    "workload flood, the cluster also has access control",
 )
 @click.option(
     "--access-rounds",

@@ -171,8 +171,8 @@ def check_nullable(
 ) -> None:
     """Reject a column that is declared NOT NULL, at any nesting level.
 
-    Reads that return nulls need this check, because Spark trusts the declaration. It answers `IS
-    NULL` without reading, and reads a null as a zero.
+    A read that may return nulls needs this check. Spark trusts the declaration NOT NULL: it answers
+    `IS NULL` without reading the column, and would read a null as a zero.
 
     Raises:
         BadRequest: the error names the column.

@@ -24,8 +24,10 @@ def tables() -> dict[str, str]:
     shared_names = {field.name for config_type in SHARED.values() for field in fields(config_type)}
     texts = {}
     for name, config_type in SHARED.items():
-        users = [each for each in CONFIG_TYPES_BY_KIND.values() if issubclass(each, config_type)]
-        texts[name] = _table(fields(config_type), users)
+        config_types = [
+            each for each in CONFIG_TYPES_BY_KIND.values() if issubclass(each, config_type)
+        ]
+        texts[name] = _table(fields(config_type), config_types)
     for name, config_type in CONFIG_TYPES_BY_KIND.items():
         if name not in SHARED:
             own_settings = [
@@ -35,12 +37,12 @@ def tables() -> dict[str, str]:
     return texts
 
 
-def _table(settings: Iterable[Field[Any]], users: Sequence[type[Config]]) -> str:
+def _table(settings: Iterable[Field[Any]], config_types: Sequence[type[Config]]) -> str:
     rows = [
         (
             code(setting.name),
             _type(setting),
-            _default(setting, users),
+            _default(setting, config_types),
             _bounds(setting),
             cell(setting.metadata["doc"]),
         )
@@ -55,16 +57,18 @@ def _type(setting_field: Field[Any]) -> str:
     return next((unit for part, unit in UNITS.items() if part in setting_field.name), "number")
 
 
-def _default(setting_field: Field[Any], users: Sequence[type[Config]]) -> str:
+def _default(setting_field: Field[Any], config_types: Sequence[type[Config]]) -> str:
     """Return the default, or those of all kinds that use the setting."""
     if example := setting_field.metadata["example"]:
         return f"required, for example {code(example)}"
     kinds: dict[str, list[str]] = {}
-    for user in users:
-        (matching,) = [setting for setting in fields(user) if setting.name == setting_field.name]
+    for config_type in config_types:
+        (matching,) = [
+            setting for setting in fields(config_type) if setting.name == setting_field.name
+        ]
         default: Any = matching.default
         default_text = "empty" if default == "" else code(toml_literal(setting_field.name, default))
-        kinds.setdefault(default_text, []).append(user.kind)
+        kinds.setdefault(default_text, []).append(config_type.kind)
     if len(kinds) == 1:
         return next(iter(kinds))
     return "; ".join(f"{', '.join(names)}: {default_text}" for default_text, names in kinds.items())

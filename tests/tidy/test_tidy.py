@@ -575,7 +575,7 @@ def test_skips_and_expected_failures_give_a_reason():
 
 
 def test_every_test_can_fail():
-    """A test asserts, expects an exception, or calls a function in its file that does."""
+    """A test asserts, expects an exception, or calls a function in its file that does so."""
     idle = []
     for source in sources_of_tests():
         functions = [

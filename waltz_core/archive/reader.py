@@ -182,8 +182,8 @@ class ArchiveReader:
         """Return the last ID that is known to be committed before a time.
 
         If there is none, return the ID before the first available one. Some transactions have no
-        commit time. Commit times never decrease, so such a transaction is known to be committed
-        before a time only if a later transaction was.
+        commit time. Such a transaction counts only if a later transaction has a commit time before
+        `time_ms`, because commit times never decrease.
 
         Raises:
             The errors of `read_range`.

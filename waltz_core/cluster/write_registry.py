@@ -157,8 +157,8 @@ class TaskState:
         _check_kinds(values, _TASK_STATE, {"client_id": int, "attempt": int, "runs": list})
         if not all(isinstance(run, str) for run in values["runs"]):
             raise errors.BadFormat(
-                "state of a task of an exactly-once write: expected a list of names in field "
-                f"runs, found {data!r:.200}"
+                "state of a task of an exactly-once write: expected only texts in field runs, "
+                f"found {data!r:.200}"
             )
         return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
 

@@ -415,10 +415,10 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     )
     local_retention_ms: int = setting(
         0,
-        "Maximum age of transactions in the logs of the storage. When all transactions of a "
-        "segment are older, the storage removes the segment, if it is archived. If it is too "
-        "short, reads of older transactions wait for the archive. If it is too long, the disk "
-        "fills. 0: no limit.",
+        "Maximum age of transactions in the logs of the storage. The storage removes an archived "
+        "segment when all transactions of the segment are older. If this age is too short, reads "
+        "of older transactions wait for the archive. If it is too long, the disk fills. 0: no "
+        "limit.",
         minimum=0,
         maximum=100 * 365 * DURATION_MS_MAX,
     )

@@ -270,11 +270,11 @@ class _PayloadDecryptor:
         cipher = self._cipher_for(data[:head_bytes])
         if isinstance(cipher, str):
             return DecryptedPayload(None, cipher)
-        row_end = head_bytes + _ROW_NUMBER.size
-        nonce = _NONCE_PREFIX + data[head_bytes:row_end]
+        row_number_end = head_bytes + _ROW_NUMBER.size
+        nonce = _NONCE_PREFIX + data[head_bytes:row_number_end]
         associated = cipher.encoded_key_id + _PARTITION_AND_HEADER.pack(self._partition, header)
         try:
-            return DecryptedPayload(cipher.aead.decrypt(nonce, data[row_end:], associated))
+            return DecryptedPayload(cipher.aead.decrypt(nonce, data[row_number_end:], associated))
         except self._invalid_tag:
             return DecryptedPayload(None, cipher.wrong_tag_reason)
 

@@ -56,8 +56,8 @@ DEFAULT_QUORUM_PORT = 2888
 DEFAULT_ELECTION_PORT = 3888
 DEFAULT_STORAGE_PORT = 15280
 DEFAULT_SERVER_PORT = 15180
-# The archive age of storages if the cluster has an archive. It is short, so that users see archived
-# transactions soon, but not so short that rare appends cause many objects.
+# The setting `archive_age_ms` of the storages, if the cluster has an archive. It is short, so that
+# users see archived transactions soon, but not so short that rare appends cause many objects.
 ARCHIVE_AGE_MS = 60_000
 ARCHIVE_INTERVAL_MS = 1_000
 STOP_TIMEOUT_S = 10.0

@@ -10,7 +10,8 @@ Rules:
     2. The error for a payload that does not fit the schema states the partition, transaction and
        column.
     3. A nested array is built from its children, and each child is cast separately. A cast of the
-       whole array would also cast the values under a null, which may have another type.
+       whole array would also cast the values that Arrow stores at the positions of nulls; these
+       values may not fit the type.
     4. A key of a payload must be equal to the name of its column. In Spark, it may also differ in
        case, unless `spark.sql.caseSensitive` is on.
     5. A field that is not nullable never contains a null, because Spark plans queries accordingly.

@@ -138,7 +138,8 @@ class ProtobufCodec:
             if type_name is not None:
                 if type_name != kind.message.DESCRIPTOR.full_name:
                     raise TypeError(
-                        f"expected a {kind.message.DESCRIPTOR.full_name}, found a {type_name}"
+                        f"expected a message of type {kind.message.DESCRIPTOR.full_name}, found "
+                        f"one of type {type_name}"
                     )
                 data = value.SerializeToString(deterministic=True)
             else:

@@ -1409,7 +1409,7 @@ class ObjectsExpired(StorageMessage):
     """A notification to the owner (sequence number 0): an expiry has ended.
 
     `first` is the first available ID in the new manifest. If `manifest` is empty, nothing has
-    changed: no object expires or, with an `error`, the expiry failed.
+    changed: either there was no object to expire, or the expiry failed with `error`.
     """
 
     code = 91

@@ -127,7 +127,8 @@ def damage_objects(cluster: SimCluster, rng: "Random") -> bool:
 def _repair_objects(cluster: SimCluster, tries_left: int) -> None:
     """Request the replacement of a damaged object repeatedly, until no object is damaged.
 
-    If no storage has the records, the files are at last restored from a copy of the archive.
+    If an object is still damaged after the last try, for example because no storage has its
+    records, the files are restored from a copy of the archive.
     """
     archive = cluster.archive
     damaged = [

@@ -6,12 +6,13 @@ A fault that is not listed here is not simulated. The faults themselves are in `
 Rules:
     1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
        the cluster.
-    2. A fault destroys promised data of a replica only within a budget (`data_loss_budget.py`).
+    2. A fault destroys durable data of a replica only within a budget (`data_loss_budget.py`).
     3. Each fault that occurs is counted by its kind. So a batch of runs in which a kind never
        occurs can be rejected (`injection.py`).
     4. Rough runs find bugs that need several rare faults at once. A rough run has a theme: a few
        kinds of faults that occur often, such as faults of disks, of ZooKeeper's data, or of
-       assignments. Half of the rough runs have few other faults. The segments are often small.
+       assignments. In half of the rough runs, only the kinds in `_ALWAYS_POSSIBLE` can occur in
+       addition. Most rough runs have small segments.
 """
 
 from collections.abc import Callable

@@ -317,7 +317,7 @@ class KeepNone:
     """Chooses which unsynced changes survive. This class keeps no change."""
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return which of `count` values of a unit survives: 1 is the first, 0 the synced one."""
+        """Return the number of the value that survives: 0 is synced, 1..count are later values."""
         del unit, count
         return 0
 

@@ -212,7 +212,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._cached_marks
 
     def _confirm_marks(self, previous_marks: Marks) -> None:
-        """Request confirmed marks if a cached mark is below a known one (rules 2 and 3)."""
+        """Request linearizable marks if a cached mark is below the previous one (rules 2 and 3)."""
         if any(
             mark < previous_marks.get(partition, mark)
             for partition, mark in self._cached_marks.items()

@@ -238,7 +238,7 @@ def _finish_repeated_write(job: WriteJob, tasks: list[TaskResult], named_write: 
 
 
 def _check_no_extra_tasks(job: WriteJob, write: str, task_count: int) -> None:
-    """Check that the log has no rows of tasks that only an earlier run had."""
+    """Check that an earlier run had no additional tasks whose rows are in the log."""
     extra_task_job = dataclasses.replace(job, write=write, keep_ms=None)
     for task in asyncio.run(tasks_of_write(job.options.connect, write)):
         if task < task_count:

@@ -109,7 +109,7 @@ async def test_an_id_that_the_application_has_set_is_not_replaced_after_a_denial
     ):
         await ids.get(link, replaced_id=7)
     assert link.request_count == 0
-    # An ID without free sequence numbers is replaced also if the application has set it.
+    # An ID without free sequence numbers is replaced, even if the application has set it.
     other = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
     for _ in range(2):
         assert await ids.get(link, replaced_id=7, is_used_up=True) == other

@@ -629,7 +629,7 @@ class Slot:
                 f"control slot: impossible values: damaged count {damaged_count}, flags {flags:x}"
             )
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
-            raise BadFormat("control slot: expected sessions and marks of at least -1")
+            raise BadFormat("control slot: expected session IDs and marks of at least -1")
         used_bytes = _SLOT.size + damaged_count * _RANGE.size
         _check_zero(body[used_bytes : -_TAIL.size], "control slot")
         first, chain_before, sessions_back = _TAIL.unpack_from(body, len(body) - _TAIL.size)

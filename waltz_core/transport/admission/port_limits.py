@@ -153,8 +153,8 @@ class HandshakeQueue:
     ) -> None:
         """Queue a handshake of a host, and set the result of `turn_future` at its turn.
 
-        If `has_closed` returns True at this turn, no pause follows. Otherwise a port with too many
-        dialing clients would spend its turns on connections that are already closed.
+        A pause follows each turn, unless `has_closed` returns True. Without this exception, a port
+        with too many dialing clients would lose its time to connections that are already closed.
         """
         self._waiting.setdefault(network_of(address), deque()).append((turn_future, has_closed))
         if not self._is_scheduled:
