@@ -203,16 +203,11 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             log,
             [
                 TableProgress(
-                    opened_table.target,
-                    opened_table.name,
-                    TableMarks(
-                        follower,
-                        cluster,
-                        marks,
-                        opened_table.rules.stored_rules(opened_table.headers),
-                    ),
+                    entry.target,
+                    entry.name,
+                    TableMarks(follower, cluster, marks, entry.rules.stored_rules(entry.headers)),
                 )
-                for opened_table in opened_tables
+                for entry in opened_tables
             ],
             batch_transactions=batch_transactions,
             on_progress=on_progress,

@@ -292,7 +292,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
             run(store, collection_job(newer_manifest, session=11, nonce=NONCE, attempt=0))
         assert all_files(store) == before
         newer_manifest = upload_in_session_10(store, newer_manifest, attempt=attempt)
-    # The operator gives up the backups that need these files.
+    # The operator no longer needs the backups that need these files.
     for name in heads_of(store)[6]:
         if "/6-9-" in name:
             store.delete(name)

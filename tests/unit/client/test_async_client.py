@@ -686,7 +686,7 @@ async def test_a_feed_waits_for_unavailable_data_without_a_limit():
             assert client._partitions[0].applier.stopped is None
             await cluster.add_server()
             await wait_until(lambda: callbacks.seen == [0, 1])
-        (waits,) = [line for line in logged if "for=data" in line]
+        (waits,) = [line for line in logged if " for=data" in line]
         assert waits.startswith("feed.waiting partition=0 ")
         assert "within 250 ms:" in waits
         assert logged.index(waits) < logged.index("feed.resumed partition=0 waited_for=data")

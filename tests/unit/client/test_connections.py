@@ -246,7 +246,7 @@ async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed
 ):
     monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 0.01)
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
-    options = {} if is_logged else {"silent": None}
+    options = {} if is_logged else {"mark_suspect": None}
     links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **options)
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # like a stopped process
         address = f"127.0.0.1:{frozen.getsockname()[1]}"

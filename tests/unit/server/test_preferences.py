@@ -13,16 +13,16 @@ def new_preferences(*partitions):
 def test_preferences_are_kept_in_order():
     preferences = new_preferences(2, 0)
     assert preferences.active_preferences_after((1, 0), (2,)) == (0, 1)
-    assert preferences.wanted == (2, 0)
+    assert preferences.preferred == (2, 0)
     preferences.change((1, 0), (2,))
-    assert preferences.wanted == preferences.active_preferences_after((), ()) == (0, 1)
+    assert preferences.preferred == preferences.active_preferences_after((), ()) == (0, 1)
 
 
 def test_a_handed_over_partition_pauses_for_a_while():
     preferences = new_preferences(0, 1)
     assert preferences.suspend(1, 100.0)
     assert not preferences.suspend(7, 100.0)  # no command prefers this partition
-    assert (preferences.wanted, preferences.suspended) == ((0, 1), [1])
+    assert (preferences.preferred, preferences.suspended) == ((0, 1), [1])
     assert preferences.active_preferences_after((3,), ()) == (0, 3)
     assert preferences.resumable_partitions(159.0) == []
     assert preferences.resumable_partitions(160.0) == [1]
@@ -37,7 +37,7 @@ def test_a_changed_preference_ends_the_pause():
     assert preferences.active_preferences_after((0,), (1,)) == (0,)
     assert preferences.suspended == [0, 1]
     preferences.change((0,), (1,))
-    assert (preferences.wanted, preferences.suspended) == ((0,), [])
+    assert (preferences.preferred, preferences.suspended) == ((0,), [])
 
 
 def test_a_partition_is_reachable_if_a_quorum_of_storages_answers():

@@ -285,12 +285,10 @@ class StorageDaemon:
         )
         machine = await self._create_service(engine, identity)
         self._engine, self._machine = engine, machine
-        served_replicas = self._served_replicas = self._create_served_replicas(engine)
-        self._health = StorageHealth(
-            engine, served_replicas, self._coordinator, self._pool, self._failure
-        )
+        replicas = self._served_replicas = self._create_served_replicas(engine)
+        self._health = StorageHealth(engine, replicas, self._coordinator, self._pool, self._failure)
         self._storage_metrics.register(
-            machine, engine.space, links_count=lambda: len(self._links), logs=served_replicas.logs
+            machine, engine.space, links_count=lambda: len(self._links), logs=replicas.logs
         )
         self._driver = self._create_driver(machine)
         async with AsyncExitStack() as stack:
@@ -311,28 +309,26 @@ class StorageDaemon:
             stack.push_async_callback(listener.close)
             self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
             await self._register(engine)
-            served_replicas.address = ReplicaId(self.address)
+            replicas.address = ReplicaId(self.address)
             self.metrics.set("waltz_storage_info", 1, replica=self.address)
             try:
                 async with TaskGroup() as tasks:
-                    self._admin = self._make_admin(engine, served_replicas, identity, tasks)
+                    self._admin = self._make_admin(engine, replicas, identity, tasks)
                     stack.callback(self._admin.stop)
                     admin = await self._admin.listen(
                         config.listen_host, config.admin_port, self._ssl
                     )
                     stack.push_async_callback(admin.close)
-                    tasks.create_task(served_replicas.follow(self._on_assignment_checked))
-                    tasks.create_task(self._work_in_background(engine, machine, served_replicas))
+                    tasks.create_task(replicas.follow(self._on_assignment_checked))
+                    tasks.create_task(self._work_in_background(engine, machine, replicas))
                     if self._coordinator is None:
-                        served_replicas.recheck()
+                        replicas.recheck()
                     else:
-                        follow = self._follow_assignment(
-                            self._coordinator, engine, served_replicas, tasks
-                        )
+                        follow = self._follow_assignment(self._coordinator, engine, replicas, tasks)
                         tasks.create_task(follow)
                     await self._wait_for_event((self._is_assigned, stop), tasks)
                     await self._serve_until(stop, on_ready, tasks)
-                    await self._shut_down(served_replicas)
+                    await self._shut_down(replicas)
             except* _StorageStopped:
                 if not self._has_pending_work:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
