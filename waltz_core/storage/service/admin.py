@@ -13,8 +13,8 @@ Rules:
        wait for changes.
     2. If ZooKeeper records a replica as engaged in the last session, the replica is removed or
        emptied only with `is_forced`. If ZooKeeper assigns a replica to this storage, the replica is
-       never removed, because the storage would immediately create it again, empty. ZooKeeper is
-       queried for each request.
+       never removed, because the storage would immediately create it again (empty, if its files
+       were deleted). ZooKeeper is queried for each request.
     3. Records are copied only to an offline partition, and only up to the confirmed low-water mark
        of the source. Records above this mark may still be truncated, so they must not make another
        log longer.
