@@ -6,10 +6,10 @@ read-only disk. This code cannot change any file.
 Rules:
     1. Files are opened read-only. An error of the operating system is raised as a DiskFailed with
        one sentence.
-    2. No storage may run on a directory while a command reads it. Otherwise the storage would
-       change files between two reads, and the files would not match each other. So a command holds
-       shared locks, which exclude the exclusive locks of a storage. Several commands may read at
-       the same time.
+    2. No storage may run on a directory while a command reads it. A running storage would change
+       files between two reads of the command, and the files would not match each other. So a
+       command holds shared locks, which exclude the exclusive locks of a storage. Several commands
+       may read at the same time.
 """
 
 import fcntl

@@ -321,7 +321,7 @@ class PartitionStore:
                     self._claim_after(0)
 
     def _take_ownership(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
-        """Own the partition and claim a session, unless generation and replicas are the same."""
+        """Own the partition and claim a session, unless generation and replicas are unchanged."""
         assert replicas, "a partition has at least one replica"
         assert len(set(replicas)) == len(replicas)
         if (generation, replicas) == (self._generation, self._replicas):
@@ -330,7 +330,8 @@ class PartitionStore:
         self._generation, self._replicas = generation, replicas
         self._final_rejection = None
         self._lost_race_count = self._failure_count = 0
-        # The time starts with the first claim, because a partition may wait long for its turn.
+        # The time without a quorum starts with the first claim, because a partition may wait long
+        # for its first claim.
         self._no_quorum_since_ms = None
         self._claim_after(0)
 
@@ -430,7 +431,7 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
-            # If the session was opened but not settled, the owner does not know its log.
+            # The owner knows the log only if the session is settled.
             self._follows_own_session = True
             in_doubt = InDoubtIds(session.claim.session_id, window.committed, window.last)
             self._in_doubt = in_doubt if window.last > window.committed else None
@@ -541,7 +542,7 @@ class PartitionStore:
         self._retry_at_ms = self._now_ms + self._backoff_ms(self._unavailable_count)
         self._unavailable_count += 1
         if self._no_quorum_since_ms is not None:
-            # A release would not help, because other servers probably do not reach ZooKeeper
+            # To release the partition would not help: other servers probably do not reach ZooKeeper
             # either.
             self._no_quorum_since_ms = self._now_ms
 
@@ -600,7 +601,7 @@ class PartitionStore:
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         new_nodes = claimed_nodes(nodes, self._generation, self._replicas, nonce)
-        # If the last claim is not this machine's, another owner may have written the log since.
+        # If another machine made the last claim, this other owner may have written the log.
         self._follows_own_session = (
             self._follows_own_session and nodes.last_claim in self._own_claims
         )
@@ -611,7 +612,8 @@ class PartitionStore:
     def _yield_to_other_server(self, nodes: PartitionNodes) -> bool:
         """Count the sessions that other servers have claimed since this server's last session.
 
-        After more than one such session, pause or release the partition, and return True (row 17).
+        If there is more than one such session, pause or release the partition, and return True (row
+        17).
         """
         if not self._own_claims or nodes.last_claim in self._own_claims:
             return False
