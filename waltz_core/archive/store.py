@@ -274,7 +274,7 @@ class ArchiveStore:
                 parent.mkdir(exist_ok=True)
             if is_new or is_unknown:
                 # If this process may not read the folder above `parent`, the operator has created
-                # `parent`.
+                # that folder.
                 with suppress(PermissionError):
                     _sync_folder(parent.parent)
             self._durable_folders.add(parent)

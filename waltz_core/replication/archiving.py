@@ -647,7 +647,7 @@ class SessionArchiver:
         answer: LineageResponse,
         now_ms: int,
     ) -> None:
-        """A replica has returned its lineage: at the recorded mark, or at the end of a range."""
+        """Process a lineage: compare it at the recorded mark, or at the end of a written range."""
         if not self.is_checked:
             self._on_mark_checked(answer, now_ms)
             return

@@ -152,7 +152,7 @@ class PartitionStore:
 
     @property
     def open_session_id(self) -> SessionId | None:
-        """The session that is open and accepts appends (earlier ones are settled), or None."""
+        """The open session, if it accepts appends (earlier sessions are settled), or else None."""
         session = self._session
         if session is None or not session.is_open or not session.is_settled:
             return None

@@ -108,7 +108,8 @@ def check_repaired(
 ) -> tuple[IdRange, ...]:
     """Check the chain hashes of the repaired batches that have no damage left; return new damage.
 
-    New damage is a wrong record in the batch of a repaired record. It is repaired separately.
+    New damage is a wrong record in the batch of a repaired record. This wrong record is repaired
+    separately.
 
     Raises:
         ChecksumMismatch: the records do not belong to the batch.
