@@ -478,7 +478,7 @@ class Promise(NamedTuple):
 
     @classmethod
     def after_loss(cls, seen: SessionId) -> Self:
-        """Return the promise of a replica that lost its own and has seen sessions up to `seen`."""
+        """Return the new promise of a replica that lost its promise; it has seen session `seen`."""
         return cls(SessionId(seen + 1), _LOST_NONCE)
 
     @property
@@ -492,7 +492,7 @@ class Promise(NamedTuple):
         return SessionId(self.session_id - 1) if self.is_after_loss else self.session_id
 
     def at_least(self, session_id: SessionId) -> "Promise":
-        """Return this promise; if its session is earlier, return `session_id` without a nonce."""
+        """Return this promise if it is for `session_id` or later; else a new one, without nonce."""
         return self if self.session_id >= session_id else Promise(session_id)
 
 

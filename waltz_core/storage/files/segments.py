@@ -499,8 +499,8 @@ class Segments:
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
         """Return the batches that overlap first..last, and the chain hash before them.
 
-        If there are more than `entries_max`, the newest are returned. If there are none, the chain
-        hash is the one at the end of the log.
+        If there are more than `entries_max`, the newest are returned. If there are no batches, the
+        chain hash is that at the end of the log.
 
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong, or in the wrong place.

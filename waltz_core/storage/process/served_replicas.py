@@ -379,8 +379,8 @@ def recheck_interval_s(
 ) -> float | None:
     """Return the seconds until the partitions are checked again if nothing changes.
 
-    Return None if no check is needed before a change. `retry_s` is the current, growing pause for
-    partitions that could not be opened or dropped yet.
+    Return None if no check is needed until something changes. `retry_s` is the current, growing
+    pause for partitions that could not be opened or dropped yet.
     """
     if set(served) != set(wanted):
         return retry_s

@@ -6,7 +6,7 @@ the pieces in the partition's lane. Changes of the archive block, so they run on
 
 Rules (docs/decisions/053):
     1. One job runs at a time, and at most one waits for each partition. A new request for a
-       partition replaces an earlier one, which its owner has abandoned.
+       partition replaces an earlier request, because the owner has abandoned the earlier request.
     2. A job belongs to a session and its connection. After `forget`, its result is not reported. A
        change that has begun may still complete; then the files that it has written are garbage.
     3. While a job runs, no other job starts, even if the running job was forgotten: this limits
@@ -223,7 +223,8 @@ class ArchiveJobs:
         assert isinstance(message, RangeToWrite)
         if isinstance(message, ReplaceObject):
             # The chain hash before the object need not be checked here. The upload compares the
-            # chain hash at the end of the object, which depends on it.
+            # chain hash at the end of the object, and this depends on the chain hash before the
+            # object.
             return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(
             TransactionId(message.first),

@@ -379,7 +379,7 @@ class StorageService:
         lane = self._lane_of(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        # The mark is only compared with the log, so it is a read. Reads keep the order of marks.
+        # A mark is only compared with the log, so it is queued as a read. Reads keep their order.
         queue = lane.reads if isinstance(message, SetArchived) else lane.writes
         self._queue_request(lane, queue, request)
 
@@ -401,7 +401,7 @@ class StorageService:
                 f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
         if promise.is_after_loss and session in (promise.last_seen_session, promise.session_id):
-            # This may be the owner of the session that the replica has seen, not a rival.
+            # The sender may be the owner of the session that the replica has seen, not a rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "
                 "unknown, because a control slot was lost. Hint: the replica accepts "
