@@ -5,8 +5,8 @@ Rules (docs/decisions/047):
        other check covers statistics and headers. An object is copied to a temporary file, so that
        the check needs memory for one row group, not for the complete object.
     2. All records of an object are rebuilt (`ArchiveObject.verify`). Each object must begin with
-       the chain hash at the end of the preceding object, and the last object must end with the
-       chain hash that ZooKeeper records.
+       the chain hash at the end of the preceding object. The last object must end with the chain
+       hash that ZooKeeper records.
     3. A wrong file is a finding, and the check continues with the next file. If a page cannot be
        read, the chain hash before the next object is not known, and is not checked.
     4. During the check, another manifest may replace this manifest, and files of the old manifest

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 REPLACED_GRACE_MS: Final = 3_600_000
 # The maximum number of deletions of one collection. Other work on the store waits for a collection,
-# so it must be short.
+# so a collection must be short.
 DELETIONS_MAX: Final = 200
 
 

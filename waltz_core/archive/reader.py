@@ -244,7 +244,7 @@ class ArchiveReader:
         return _RowGroupRead(records, entry, index, group_number)
 
     def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
-        """Note the end of a read; return whether it began where an earlier read had ended."""
+        """Note the end of a read; return whether the read began where an earlier read had ended."""
         with self._lock:
             is_sequential = first in self._read_ends
             self._read_ends.pop(first, None)

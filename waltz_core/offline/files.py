@@ -1,4 +1,4 @@
-"""Opens and lists files for reading only, and prevents a storage from running meanwhile.
+"""Opens and lists files for reading only, and keeps a storage from running at the same time.
 
 The storage's own `RealDisk` opens every file for writing, which is not possible for a backup on a
 read-only disk. This code cannot change any file.

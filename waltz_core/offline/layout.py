@@ -292,7 +292,7 @@ def _slot_value_errors(
 
 
 def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> ControlSlot | None:
-    """Return a partition's current slot: the valid one with the greater sequence; None if none."""
+    """Return the current slot: the valid slot with the greater sequence; None if none is valid."""
     valid_slots = [slot for slot in slots if not slot.errors and slot.partition == partition]
     return max(valid_slots, key=lambda slot: slot.sequence, default=None)
 

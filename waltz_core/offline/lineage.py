@@ -52,7 +52,7 @@ def header_of(file: ReadableFile) -> ChainHeader:
 
 
 def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Iterator[LocatedEntry]:
-    """Yield the entries of a `.chn` file from a position on, including an incomplete last one."""
+    """Yield the entries of a `.chn` file from a position on, including an incomplete last entry."""
     size = file.size()
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * position
     while offset < size:

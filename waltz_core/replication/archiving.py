@@ -27,7 +27,7 @@ Rules (decision 047):
        apply:
         - No other attempt is in progress, and no write of a mark has an unknown outcome.
         - All replicas are connected.
-        - No replica's log begins above the recorded mark. Otherwise ZooKeeper was rolled back.
+        - No replica's log begins above the recorded mark. If a log does, ZooKeeper was rolled back.
        The request has a number, like every attempt. So the storage knows: all attempts of this
        session with lower numbers have ended, and the files of these attempts may be garbage.
     8. Archived records above the session's mark cannot be removed from disks yet. When their size
@@ -89,8 +89,8 @@ NO_PROGRESS_MS_MAX: Final = 300_000
 EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
-# The maximum pause before the first attempt of a session. The first checkpoint can end a session 10
-# s after its start. Even such a session must begin an attempt.
+# The maximum pause before the first attempt of a session. A session can end at its first
+# checkpoint, 10 s after its start. Even such a session must begin an attempt.
 _FIRST_ATTEMPT_MS_MAX: Final = 10_000
 
 

@@ -601,7 +601,7 @@ class PartitionStore:
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         new_nodes = claimed_nodes(nodes, self._generation, self._replicas, nonce)
-        # If another machine made the last claim, this other owner may have written the log.
+        # If this machine did not make the last claim, another owner may have written the log since.
         self._follows_own_session = (
             self._follows_own_session and nodes.last_claim in self._own_claims
         )

@@ -6,8 +6,8 @@ module repairs it (`ReplicaRepair`). If a marked replica lacks batches that are 
 the module copies these batches to it.
 
 Rules:
-    1. Each target has at most one step of its repair in progress. A step is dropped if the
-       connection to its target or to its source is lost.
+    1. Each target has at most one step in progress. A step is dropped if the connection to its
+       target or to its source is lost.
     2. A source must have records that are certain to be right:
         - Until the target is marked, the source is a marked replica, or a replica whose log ends
           exactly at the goal (the decided high-water mark).
@@ -19,8 +19,8 @@ Rules:
     3. If a source fails, the repair continues with another source. The failed source is not used
        for this target until `answer_ms_max` has passed.
     4. Only opened sessions have batches, and ZooKeeper records each session before it opens. So if
-       a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old, and
-       nothing is truncated from this log.
+       a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old.
+       Nothing is truncated from this log.
     5. The goal's hash chain is the chain of the first credible log that ends at the mark. The
        goal's chain is fixed as soon as one replica is marked.
     6. Damage is repaired in the session in which it is found. A marked replica with damage stays
@@ -362,7 +362,8 @@ class RepairRunner:
             and self.archived is not None
             and source.repair is not None
         ):
-            # In the meantime, the source has removed segments, at most up to the archived mark.
+            # In the meantime, the source has removed archived segments, at most up to the archived
+            # mark.
             source.repair.start = self.archived.last
             self._drop_step(correlation_id)
             return True
@@ -372,7 +373,7 @@ class RepairRunner:
     def on_overwrite_rejected(
         self, correlation_id: int, peer: ReplicaSession, reason: str, now_ms: int
     ) -> bool:
-        """A replica has rejected records that replace damaged ones; it stays usable (rule 6).
+        """A replica has rejected copies of damaged records; the replica stays usable (rule 6).
 
         Return False if the rejected request was a different one.
         """

@@ -400,7 +400,7 @@ class ReplicaRepair:
         self.damaged, self._fetched_range = remaining, None
 
     def on_overwrite_rejected(self, step: OverwriteDamage) -> bool:
-        """The replica has rejected these records; return whether it needs them before its mark.
+        """The replica has rejected these records; return whether its mark must wait for a repair.
 
         If the damage can wait, it is ignored until the replica reports it again.
         """

@@ -146,7 +146,7 @@ class Recovery:
 
     @property
     def newest_session(self) -> SessionId:
-        """The last session that has opened, by ZooKeeper's record; no later session has batches."""
+        """The last opened session, according to ZooKeeper; no later session has written batches."""
         return max((state.session_id for state in self.states.values()), default=NO_SESSION)
 
     @property

@@ -1,4 +1,4 @@
-"""Settles earlier sessions: finds their batches in the log, and the last commit stamp.
+"""Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
 A new session settles the earlier sessions before its first append: it requests the lineage (the
 list of batches with their sessions) of one engaged replica. The log of an engaged replica up to the
@@ -12,8 +12,9 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     3. A batch that a replica has reconstructed has neither session nor stamp. So a reconstructed
        batch does not prove that a batch of a session is missing from the log.
     4. If the batches in doubt have expired from the archive, their outcome is unknown (AR 15 of
-       decision 047). It is also unknown if only the archive has these batches and no engaged
-       replica can read them there now, because the partition does not wait for an object store.
+       decision 047). Their outcome is also unknown if only the archive has these batches, and no
+       engaged replica can read them there now. The reason: the partition does not wait for an
+       object store.
 """
 
 from collections.abc import Sequence

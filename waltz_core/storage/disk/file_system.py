@@ -180,8 +180,8 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
     """Create files with their complete content, durably, and replace older files (rule 4).
 
     After a crash, some of the files may be missing, or have only their temporary names. If the last
-    file has its final name, all other files have theirs, too: the directory is synced before the
-    last rename.
+    file has its final name, all other files have their final names, too: the directory is synced
+    before the last rename.
     """
     temporary_paths = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
     for path, (_, content) in zip(temporary_paths, files, strict=True):

@@ -276,8 +276,9 @@ def first_id_in_name(name: str) -> TransactionId | None:
 # batch. Any other wrong entry makes the replica suspect. No entry crosses a sector boundary.
 #
 # The CRC of an entry also covers the header of its segment and the number of the entry in the file.
-# So if a disk has written other bytes to the place of an entry, a reader rejects them, even if they
-# are an entry of another file, or a record (a record also ends with its CRC).
+# So if a disk has written other bytes to the place of an entry, a reader rejects these bytes. This
+# also holds if the bytes are an entry of another file, or a record (a record also ends with its
+# CRC).
 
 LINEAGE_HEADER: Final = ByteLayout(
     *_SEGMENT_FIELDS,
@@ -478,7 +479,7 @@ class Promise(NamedTuple):
 
     @classmethod
     def after_loss(cls, seen: SessionId) -> Self:
-        """Return the new promise of a replica that lost its promise; it has seen session `seen`."""
+        """Return the new promise of a replica that lost its promise after sessions up to `seen`."""
         return cls(SessionId(seen + 1), _LOST_NONCE)
 
     @property

@@ -7,11 +7,11 @@ Rules:
     1. A segment exists when its `.seg` file has its final name. `.idx` and `.chn` receive their
        final names before `.seg`.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are not a record are damage, and stay, if these bytes or later bytes are known to
-       have been synced. Otherwise they are a torn tail (docs/design/correctness.md 2.5). The acked
-       marker, a later segment and the entry of a later batch show which bytes were synced. A valid
-       record does not show that the bytes before it were synced, because a crash may leave any
-       sectors of unsynced data on the disk.
+    3. If bytes are not a record, and these bytes or later bytes are known to have been synced, the
+       bytes are damage, and stay. All other bytes that are not a record are a torn tail
+       (docs/design/correctness.md 2.5). The acked marker, a later segment and the entry of a later
+       batch show which bytes were synced. A valid record does not show that the bytes before it
+       were synced, because a crash may leave any sectors of unsynced data on the disk.
     4. Damaged records keep their offsets in the index, so that a repair can write the records to
        the same place. To find the end of damage, the search uses the index first
        (`record_search.py`).

@@ -13,7 +13,8 @@ Rules:
     4. If the lineage entry of a batch is unreadable, too, only the chain hash of the next batch can
        prove the content of the entry. So the owner must send the records of this batch, and then
        the records of the next batch. If several consecutive entries are lost, or if the last entry
-       of a segment is lost, nothing proves their content, and the repair is rejected.
+       of a segment is lost, nothing proves the content of these entries, and the repair is
+       rejected.
 """
 
 from collections.abc import Sequence

@@ -317,8 +317,8 @@ class LogFiles:
             self.synced_max = last
         try:
             if self.slot.acked.transaction_id > last:
-                # The begin of a new segment has moved the marker above `last`. The records above
-                # `last` were not acknowledged.
+                # When a new segment began, the marker moved above `last`. The records above `last`
+                # were not acknowledged.
                 self.write_slot(replace(self.slot, acked=AckedMarker(last, chain)))
             self.segments.truncate(last, None)
         except WaltzError as error:  # also ChecksumMismatch: the index may be wrong

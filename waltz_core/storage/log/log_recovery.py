@@ -9,8 +9,8 @@ Rules:
        are damage. If they are missing, the replica is suspect. These bytes end at the acked marker,
        the greatest synced ID in a batch entry, or the last batch in the older segments, whichever
        is last. (A *synced ID* is the last ID that was durable when the entry was written.)
-    3. After these bytes, a record belongs to the log if its batch is complete, has an entry, and
-       matches the hash chain. All other bytes were never acknowledged: a crash may leave any
+    3. After these synced bytes, a record belongs to the log if its batch is complete, has an entry,
+       and matches the hash chain. All other bytes were never acknowledged: a crash may leave any
        sectors of unsynced data on the disk. The other bytes are truncated, unless this opening
        creates batches for them. For an exception, see "Known limit" in
        `waltz_core/storage/__init__.py`.
@@ -24,20 +24,21 @@ Rules:
        - An earlier version of this storage has received the records from 0.13 servers. If such a
          server has set a provisional mark, the mark is kept without its session
          (`covered_records.py`, rule 1).
-       In the last two cases, the slot is the newest state, and its marker is trusted. Adopted
-       batches have up to 1024 IDs, and the same bounds on all replicas. The bounds depend only on
-       IDs, record lengths and the low-water mark of 0.13, however often the log was opened in
-       between. If an earlier adoption has created batches with other bounds, these batches are
-       created again. 0.13 ignores batches and intents. So an intent that is older than the writes
-       of 0.13 is dropped, and batches above the slot's mark must match the records. The session and
-       mark of 0.13 are written to the slot last, when all records have batches. 0.13 has no marker,
-       so its records up to the last complete record count as synced.
+       In the last two cases, the slot is the newest state, and its marker is trusted.
+       Adopted batches have up to 1024 IDs, and the same bounds on all replicas. The bounds depend
+       only on IDs, record lengths and the low-water mark of 0.13, however often the log was opened
+       in between. If an earlier adoption has created batches with other bounds, these batches are
+       created again.
+       0.13 ignores batches and intents. So an intent that is older than the writes of 0.13 is
+       dropped, and batches above the slot's mark must match the records. The session and mark of
+       0.13 are written to the slot last, when all records have batches. 0.13 has no marker, so its
+       records up to the last complete record count as synced.
     5. If only one slot is valid, it may be the older slot, and a promise may be lost. So the
-       replica is suspect. It rejects all sessions that the directory has seen, and the next
-       session: after session 6, it rejects sessions up to 7. This state is made durable before
-       anything else is written, because the next opening finds two valid slots again, and no sign
-       of the loss. The older slot also does not show which version wrote last: an apparent write of
-       0.13 may be a write of this version.
+       replica is suspect. The replica rejects all sessions that the directory has seen, and the
+       next session. Example: after session 6, it rejects sessions up to 7. This state is made
+       durable before anything else is written, because the next opening finds two valid slots
+       again, and no sign of the loss. The older slot also does not show which version wrote last:
+       an apparent write of 0.13 may be a write of this version.
     6. The state "suspect" is made durable before the evidence for it is repaired. In the opposite
        order, a crash in between would leave files without any sign of an error.
     7. Bytes that a killed process has written may be readable, but not durable. So these bytes and

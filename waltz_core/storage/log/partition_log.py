@@ -287,7 +287,7 @@ class PartitionLog:
 
         Raises:
             SessionFenced: the session is not the promised one.
-            BadRequest: the log does not end, synced, at the mark with this chain hash.
+            BadRequest: the log does not end at the mark with this chain hash, or is not synced.
             DataLoss: the mark is below the confirmed mark.
             ReplicaSuspect: the log is suspect and damaged above its confirmed mark.
             NoSpace: the disk is too full to truncate covered records; call this method again when

@@ -16,10 +16,10 @@ Rules:
        after a long pause.
     5. At shutdown, the process stops reading requests, finishes running work, syncs, and marks the
        directory as clean. If an error such as a failed disk has stopped the process, it leaves the
-       directory as it is. If running work does not end in time, or a call whose caller was
-       cancelled still changes a file, the process also keeps files and locks open until it exits.
-       So no other process can start on the directory before this exit. A disk that hangs does not
-       prevent the exit.
+       directory as it is. In two cases, the process also keeps files and locks open until it exits:
+       running work does not end in time, or a call still changes a file after its caller was
+       cancelled. So no other process can start on the directory before this exit. A disk that hangs
+       does not prevent the exit.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Work on the archive that owners request: uploads, expiry and collection of garbage.
 
-To archive a range, the storage reads it in pieces, and uploads it when all are read. The
+To archive a range, the storage reads it in pieces, and uploads it when all pieces are read. The
 replacement of an object does the same with the complete range of the old object. `service.py` runs
 the pieces in the partition's lane. Changes of the archive block, so they run on a separate thread.
 
@@ -91,7 +91,7 @@ class ArchiveLimits:
 
 @dataclass(slots=True)
 class _ArchiveJob:
-    """A request of an owner, and the batches that were read for it so far."""
+    """A request of an owner, and the batches that were already read for this request."""
 
     connection: ConnectionId
     nonce: bytes

@@ -213,8 +213,8 @@ class Work:
             error = self._cause_of(caught_error)
             self._note_error(error, result)
             if isinstance(self.piece, ScrubPiece):
-                # If the scrub cannot read a record, the next pass or another reader must find the
-                # damage.
+                # After an error, the scrub skips the rest of the segment. The next pass or another
+                # reader must find the damage.
                 next_segment_first = TransactionId(
                     self.log.reader.segment_end(self.piece.first) + 1
                 )
@@ -504,7 +504,7 @@ def _read_locations(read: LocationsRead, message: RangeRaw, result: WorkResult) 
 
 
 def _empty_range(message: RangeRaw) -> RangeBytes:
-    """Return the answer to a reader that requests records that are not synced here yet."""
+    """Return the answer to a reader if the requested records are not synced here yet."""
     return RangeBytes(
         *_response_prefix(message),
         first=message.first,
