@@ -555,7 +555,7 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
 
 
 def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
-    """Raise if the source has reconstructed batches where the replica has real ones (rule 8)."""
+    """Raise if the source has reconstructed batches where the replica has originals (rule 8)."""
     real_entries = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
     for entry in source.lineage if real_entries else ():
         if entry.session_id == RECONSTRUCTED and (

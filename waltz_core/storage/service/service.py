@@ -27,8 +27,7 @@ Rules:
    10. An owner has one connection at a time: the latest one. Late requests from its earlier
        connections change nothing. An earlier connection never counts as another owner.
    11. If the files of an open partition were deleted or replaced, the storage stops serving only
-       this partition. It does not open the partition again, because the new files may lack a
-       promise.
+       this partition. It is not opened again, because the new files may lack a promise.
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
