@@ -37,9 +37,9 @@ Rules (docs/decisions/047, AR 16):
 The collection of a fenced owner may still run while a later owner works. It deletes no file that
 the later owner needs:
     - The later owner's new files belong to a later session, and are not deleted.
-    - The later owner also needs the files that the recorded manifest listed when the later owner
-      claimed its session. These files are listed by the manifest of the request (rule 1), or belong
-      to later attempts of the fenced owner (rule 3).
+    - The later owner also needs the files that the recorded manifest listed at the time of the
+      later owner's claim. Each of these files is listed by the manifest of the request (rule 1), or
+      belongs to a later attempt of the fenced owner (rule 3).
 """
 
 from collections.abc import Callable

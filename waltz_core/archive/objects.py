@@ -1,8 +1,8 @@
 """Archive objects: Parquet files from which the exact bytes of complete batches can be rebuilt.
 
 Any reader of Parquet can use an object: a row is a transaction, and column `data` is its payload.
-The bytes of each record can be computed from its row. The chain hash of each batch can be computed
-from the rows and from the chain hash before the object, which is in the file's metadata.
+The bytes of each record can be computed from its row. The file's metadata contains the chain hash
+before the object. From this hash and from the rows, the chain hash of each batch can be computed.
 
 Rules (docs/decisions/047):
     1. An object has complete batches and consecutive IDs. A row group may end within a batch.

@@ -15,7 +15,7 @@ Rules (docs/decisions/047):
     4. A failure leaves the current manifest as it is. Files of a failed attempt are garbage.
     5. Only complete objects expire, the oldest first. Commit times never decrease, so all objects
        before an expired object are at least as old. The first available ID is at most the ID after
-       the archived mark, where local logs and new objects continue.
+       the archived mark. Local logs and new objects continue at that ID.
     6. A corrupt or missing object is replaced by a new object with the same IDs, and with the same
        chain hash at its end. This chain hash covers all preceding batches (AR 5). The old object is
        not changed. If a page of the manifest lists the old object, a new page replaces this page.

@@ -8,12 +8,13 @@ Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write is conditional on the versions that were read, and has its own attempt number.
        Outcomes of other attempts are dropped.
     2. If the outcome of a write is unknown, the nodes are read again. A claim has succeeded only if
-       the node contains the claim's own session and nonce. A write of replica states is repeated,
-       unchanged, until a read shows the outcome.
+       the node contains the session and the nonce of this claim. A write of replica states is
+       repeated, unchanged, until a read shows the outcome.
     3. A session ID is claimed once. After a failed claim, the next claim has another ID.
-    4. A server never claims a session for a generation older than that in ZooKeeper. It also claims
-       no session if ZooKeeper has lost data. Signs of this loss are an opened partition without
-       replica states, and storages that have promised a later session than that in ZooKeeper.
+    4. A server never claims a session for a generation that is older than the generation in
+       ZooKeeper. A server also claims no session if ZooKeeper has lost data. There are two signs of
+       this loss: a partition that was opened has no replica states, or storages have promised a
+       later session than the session in ZooKeeper.
     5. Batches in doubt stay in doubt until a later session is settled.
     6. After each failure there is a pause. The pauses become longer, up to a limit.
 """

@@ -15,7 +15,7 @@ Rules:
        creates batches for them. For an exception, see "Known limit" in
        `waltz_core/storage/__init__.py`.
     4. Waltz 0.13 writes records without batches. To *adopt* records is to create batches for them.
-       The opening adopts records in three cases:
+       An opening adopts records in three cases:
        - Waltz 0.13 has written to the directory after this version. The replica is not suspect. The
          sequence in the control file shows that 0.13 has written. If a crash came between the
          writes of the slot and of the control file, the session in the control file shows that 0.13
