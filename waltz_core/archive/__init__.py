@@ -1,11 +1,12 @@
 """The archive of a log: its older part as Parquet objects (docs/decisions/047).
 
-`objects.py` writes the transactions of a range as one object, reads them back to the same bytes,
-and verifies them. `manifest.py` lists the objects of a partition, and `store.py` is the interface
-to the object store. `manifest_jobs.py` declares jobs that write a manifest, and `upload.py`
-executes them: it adds a range to an archive, or expires objects. `file_names.py` has the names of
-all files. `garbage_collection.py` deletes files that no manifest lists. `storage_archive.py` is the
-archive of a storage process; it imports the Parquet library only if an archive is configured.
+`objects.py` writes the transactions of a range as one object, rebuilds the bytes of the records
+from the object, and verifies an object. `manifest.py` lists the objects of a partition, and
+`store.py` is the interface to the object store. `manifest_jobs.py` declares jobs that write a
+manifest, and `upload.py` executes them: it adds a range to an archive, or expires objects.
+`file_names.py` has the names of all files. `garbage_collection.py` deletes files that no manifest
+lists. `storage_archive.py` is the archive of a storage process; it imports the Parquet library only
+if an archive is configured.
 
 `reader.py` reads ranges of a partition, in the form in which a storage reads them from its log. For
 each open object, it keeps an index of the object's batches (`object_index.py`). All readers of a

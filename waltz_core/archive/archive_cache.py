@@ -5,9 +5,9 @@ Rules:
        removed first. A value larger than `bytes_max` is returned, but not cached.
     2. One thread at a time loads the value of a key. Other callers that need this value wait for
        the load, and receive its value or its error.
-    3. A read-ahead only saves time. So its errors are dropped: the read that needs the value
-       receives the error again. While `READ_AHEAD_CALLS_MAX` read-ahead calls wait or run, further
-       calls are dropped.
+    3. A read-ahead only saves time. So the cache drops its errors: the read that needs the value
+       loads it again, and receives any error. While `READ_AHEAD_CALLS_MAX` read-ahead calls wait or
+       run, further calls are dropped.
 """
 
 import threading

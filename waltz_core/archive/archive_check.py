@@ -1,12 +1,12 @@
-"""Checks every file of a partition's archive: the manifest, its pages, and the objects; blocks.
+"""Checks every file of a partition's archive: manifest, pages and objects. All calls block.
 
 Rules (docs/decisions/047):
     1. Each file is read once, completely. Its size and CRC-32 must match the manifest, because no
        other check covers statistics and headers. An object is copied to a temporary file, so that
        the check needs memory for one row group, not for the complete object.
     2. All records of an object are rebuilt (`ArchiveObject.verify`). Each object must begin with
-       the chain hash at the end of the preceding object, and the last object must end with the
-       chain hash that ZooKeeper records.
+       the chain hash at the end of the preceding object. The last object must end with the chain
+       hash that ZooKeeper records.
     3. A wrong file is a finding, and the check continues with the next file. If a page cannot be
        read, the chain hash before the next object is not known, and is not checked.
     4. During the check, another manifest may replace this manifest, and files of the old manifest
@@ -99,7 +99,7 @@ class ArchiveCheck:
 
     @property
     def read_progress(self) -> tuple[str, int]:
-        """The file that is being read (or an empty text), and the number of reads so far."""
+        """The file that is being read (empty if none), and the number of reads since the start."""
         return self._current_read, self._read_call_count
 
     def _read(self, name: str) -> bytes:
@@ -285,7 +285,7 @@ class ArchiveCheck:
     def _object_problems(
         self, entry: ObjectEntry, size: int, crc: int, copy: IO[bytes]
     ) -> Iterator[str]:
-        """Yield all errors of an object: first of its bytes, then of its content."""
+        """Yield all errors of an object: first those of its bytes, then those of its content."""
         if size != entry.file_bytes:
             yield f"expected a file of {entry.file_bytes} bytes, found {size}"
         elif crc != entry.file_crc:

@@ -11,34 +11,35 @@ Rules (docs/decisions/047, AR 16):
     2. Files of sessions before the owner's session are deleted if rule 1 permits it. When the owner
        claimed its session in ZooKeeper, it fenced the writes of all earlier sessions. So no
        manifest will list these files.
-    3. Files of the owner's own session are deleted only if their attempt is below the attempt of
-       the request. The owner requests a collection when all lower attempts have ended, and none of
-       them has a write to ZooKeeper whose outcome is unknown.
+    3. Files of the owner's own session are deleted only if their attempt number is below the
+       attempt number of the request. The owner requests a collection when all lower attempts have
+       ended, and none of them has a write to ZooKeeper whose outcome is unknown.
     4. If the store contains a file of a later session, or of another owner of the same session, the
        collection deletes nothing. Such a file has one of three causes: ZooKeeper was rolled back,
        another cluster uses the archive, or a later owner has fenced this owner.
     5. A file whose name contains no attempt (`file_names.py`) is counted, but not deleted.
     6. A replaced manifest is kept for `REPLACED_GRACE_MS` after the next version was written.
-       During this time, clients and lagging replicas may still use its name. After this time, they
-       find that the file is missing, and need the name of the present manifest (`reader.py`,
-       rule 3).
+       During this time, clients and lagging replicas may still use the name of the replaced
+       manifest. After this time, they find that its file is missing, and need the name of the
+       present manifest (`reader.py`, rule 3).
     7. While a restored cluster uses objects of this cluster (`pins.py`), no object is deleted. The
        restored cluster may list objects that expiry has removed from this cluster's manifest. A
        restore may begin during a collection, so the pins are read again before each object is
        deleted.
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
     9. The collection deletes nothing if a later session has written a lower version of the manifest
-       than an earlier session. Example: session 5 has written version 12, and session 6 version 10.
-       The version of a manifest is one above the recorded version, so this happens only if
-       ZooKeeper was rolled back. Then backups may list objects of version 12. All files stay, and
-       so the rollback can be detected, until an operator deletes the manifest with version 12.
+       than an earlier session. Example: session 5 has written version 12, and session 6 has written
+       version 10. A new manifest has the version after the recorded version, so this happens only
+       if ZooKeeper was rolled back. After a rollback, backups may list objects of version 12. Until
+       an operator deletes the manifest with version 12, all files stay, and the rollback can be
+       detected.
 
 The collection of a fenced owner may still run while a later owner works. It deletes no file that
 the later owner needs:
     - The later owner's new files belong to a later session, and are not deleted.
-    - The later owner also needs the files that the recorded manifest listed when the later owner
-      claimed its session. These files are listed by the manifest of the request (rule 1), or belong
-      to later attempts of the fenced owner (rule 3).
+    - The later owner also needs the files that the recorded manifest listed at the time of the
+      later owner's claim. Each of these files is listed by the manifest of the request (rule 1), or
+      belongs to a later attempt of the fenced owner (rule 3).
 """
 
 from collections.abc import Callable
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
 REPLACED_GRACE_MS: Final = 3_600_000
 # The maximum number of deletions of one collection. Other work on the store waits for a collection,
-# so it must be short.
+# so a collection must be short.
 DELETIONS_MAX: Final = 200
 
 
@@ -167,7 +168,7 @@ def _names_to_keep(
     now_ms: int,
     on_progress: Callable[[], None],
 ) -> set[str]:
-    """Return the names of files that must be kept: manifest, pages, objects (rules 1 and 8)."""
+    """Return the names of the manifest, pages and objects that must be kept (rules 1 and 8)."""
     entries = list(manifest.newest_objects)
     names = {job.recorded_manifest.name}
     for page_entry in manifest.pages:

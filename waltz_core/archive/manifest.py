@@ -1,9 +1,9 @@
 """The manifest of a partition's archive: its objects, in order and without gaps.
 
 A manifest is a head and pages. A page lists `ENTRIES_PER_PAGE` objects, and never changes. The head
-lists the pages and the newest objects. So even if the archive is large, the manifest of a new
-object needs only a new head and, at times, one new page. Head and pages are separate files, and are
-never overwritten (rule AR 2). Each file contains:
+lists the pages and the newest objects. So even in a large archive, to add an object requires only a
+new head and, at times, one new page. Head and pages are separate files, and are never overwritten
+(rule AR 2). Each file contains:
 
     8 hexadecimal digits   CRC-32 of the rest
     line feed
@@ -89,7 +89,7 @@ class ManifestPage(NamedTuple):
         )
 
     def to_entry(self, name: str) -> PageEntry:
-        """Return the entry with which a head lists this page under a file name."""
+        """Return the entry of this page for the head of a manifest; `name` is the page's file."""
         entries = self.entries
         times = [time_ms for entry in entries for time_ms in _commit_times(entry)]
         return PageEntry(
@@ -145,7 +145,7 @@ class Manifest:
 
     @property
     def page_to_write(self) -> ManifestPage | None:
-        """The page that must be written before another object is added; None if none is due."""
+        """The page that must be written before another object is added; None if there is none."""
         is_full = len(self.newest_objects) >= 2 * ENTRIES_PER_PAGE
         return ManifestPage(self.newest_objects[:ENTRIES_PER_PAGE]) if is_full else None
 
@@ -157,7 +157,7 @@ class Manifest:
         return replace(self, pages=pages, newest_objects=self.newest_objects[count:])
 
     def page_containing(self, transaction_id: TransactionId) -> PageEntry | None:
-        """Return the page with the object that contains an ID; None if the head lists it."""
+        """Return the page that lists the object with an ID; None if the head lists this object."""
         return next(
             (
                 page_entry
@@ -183,7 +183,7 @@ class Manifest:
         return writer_cluster_key(entry.name) or self.cluster_key
 
     def deletable_below(self, now_ms: int) -> TransactionId:
-        """Return the ID below which all objects have expired, and their grace period is over.
+        """Return the ID below which all objects have expired and are past their grace period.
 
         No object at or above this ID may be deleted, whether it has expired or not (rule 4).
         """
@@ -195,7 +195,8 @@ class Manifest:
     def with_expiry(self, first: TransactionId, now_ms: int) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (rule 4).
 
-        The new manifest omits objects that may be deleted, unless their page lists other objects.
+        The new manifest omits the objects that may be deleted. But a page stays complete while it
+        lists any other object.
         """
         assert self.first <= first <= self.last + 1
         end = self.deletable_below(now_ms)

@@ -1,4 +1,4 @@
-"""Jobs that write a manifest: for a range to archive, or for an expiry.
+"""Jobs that write a manifest: one kind archives a range, the other expires objects.
 
 This file needs no Parquet library. A storage's state machine creates jobs, and `upload.py` executes
 them on a thread.
@@ -32,7 +32,7 @@ class ReplacedObject(NamedTuple):
 
 @value(frozen=True, slots=True, eq=False)
 class UploadJob:
-    """A job to write batches from `first` on as an object, and a manifest that lists it.
+    """A job to write the batches from `first` on as an object, and to add the object to a manifest.
 
     `manifest` is the name of the present manifest, which ends before `first`; it is empty if
     nothing is archived. Session, nonce and attempt make the names of new files unique (rule AR 2).
@@ -94,7 +94,7 @@ UploadOutcome: TypeAlias = NewManifest | WaltzError
 
 @value(frozen=True, slots=True)
 class ExpiryJob:
-    """A job to expire objects below `before` or committed before `before_ms`; 0 disables a limit.
+    """A job to expire objects below ID `before` or committed before `before_ms`; 0: no such limit.
 
     Objects older than `retention_ms` expire, too. Session, nonce and attempt have the same meaning
     as in `UploadJob`.

@@ -17,7 +17,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import I64
 from waltz_core.records.record import CHAIN_BYTES, Chain, LineageEntry, SessionId, TransactionId
 
-# A footer in memory uses about this many times the bytes that it has in the file.
+# In memory, the footer of an object uses about this many times its size in the file.
 _FOOTER_EXPANSION_FACTOR: Final = 4
 
 

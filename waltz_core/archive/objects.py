@@ -1,23 +1,24 @@
 """Archive objects: Parquet files from which the exact bytes of complete batches can be rebuilt.
 
 Any reader of Parquet can use an object: a row is a transaction, and column `data` is its payload.
-The bytes of each record can be computed from its row. The chain hash of each batch can be computed
-from the rows and from the chain hash before the object, which is in the file's metadata.
+The bytes of each record can be computed from its row. The file's metadata contains the chain hash
+before the object. From this hash and from the rows, the chain hash of each batch can be computed.
 
 Rules (docs/decisions/047):
     1. An object has complete batches and consecutive IDs. A row group may end within a batch.
     2. `verify` rebuilds every record. It checks ID, length and CRC of the record, the bounds of the
-       batches, and the hash chain from the first to the last batch. It does not trust the file's
-       metadata: the caller compares the result with the expected range and the expected chain hash.
+       batches, and the hash chain from the first to the last batch. `verify` does not trust the
+       file's metadata: the caller compares the result with the expected range and the expected
+       chain hash.
     3. A commit stamp of 0 is stored as null. Records of Waltz 0.13 have no commit stamp.
     4. Each page of a column has a CRC-32. It protects the commit stamps, because record CRCs and
        chain hashes do not cover them.
     5. If the store that holds the object fails, the store's error is raised unchanged, because the
        object is not damaged.
-    6. PyArrow's threads never read a Python file: if such a thread releases the file while the
+    6. PyArrow's threads never read a Python file: if such a thread releases a Python file while the
        process exits, the process aborts. So the threads read `StoreFile.native`, a file of PyArrow.
-       The errors of this file do not show whether the store has failed or the object is damaged.
-       So a failed read is repeated without threads, which raises the right error (rule 5).
+       The errors of `native` do not show whether the store has failed or the object is damaged. So
+       a failed read is repeated without threads. The repeated read raises the right error (rule 5).
 """
 
 import json
@@ -70,7 +71,8 @@ _REQ_ID_COLUMNS: Final = {
     "partition_id": "partition",
     "sequence": "sequence",
 }
-# Columns with statistics for pruning; statistics of payloads and checksums would only cost space.
+# The columns with statistics, so that readers can skip row groups. For payloads and checksums,
+# statistics would only cost space.
 _STATISTICS_COLUMNS: Final = ["transaction_id", "commit_time", "header"]
 # The columns for an index of the object: its batches, and the record CRCs for the hash chain. They
 # are adjacent in each row group. The IDs are not needed, because they are consecutive.
@@ -144,7 +146,7 @@ class ArchivedRecords(NamedTuple):
 
 
 class RowGroupOutline(NamedTuple):
-    """The input of the chain hashes for one row group: the CRCs of the records, and the batches.
+    """The data of a row group from which chain hashes are computed: record CRCs, and batches.
 
     `crcs` has 4 big-endian bytes for each record.
     """
@@ -353,10 +355,10 @@ class ArchiveObject:
         )
 
     def read_outlines(self) -> tuple[list[RowGroupOutline], list[LineageEntry]]:
-        """Return all row groups without their records, and every batch with its chain hash.
+        """Return the outlines of all row groups, and every batch with its chain hash.
 
-        This reads only some columns. If the CRCs of the records that `read_row_group` returns equal
-        those of the outline, the chain hashes cover the records, too.
+        This method reads only the columns for an index, not the records. If `read_row_group` later
+        returns records with the CRCs of the outline, the chain hashes cover these records, too.
 
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.

@@ -9,8 +9,8 @@ Rules (docs/decisions/055):
     1. A restore writes the pin, and checks afterwards that all objects exist. It repeats this check
        when it has written its manifests.
     2. A garbage collection reads the pins again before it deletes an object. So the restore misses
-       a deletion only if the collection sent it before the pin was written, and the store executes
-       it after the last check.
+       a deletion in one case only: the collection has sent the deletion before the pin was written,
+       and the store executes the deletion after the last check.
     3. If the store is a directory, a killed restore may leave the temporary file of its pin. This
        file has the effect of a pin, and is listed and deleted like a pin.
 """

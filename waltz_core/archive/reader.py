@@ -42,7 +42,7 @@ from waltz_core.records.record import Chain, LineageEntry, TransactionId
 _RANGE_RECORDS_MAX: Final = 1 << 16
 # The maximum number of read ends that are remembered, to detect sequential reads.
 _READ_ENDS_MAX: Final = 32
-# The entries of a page use about this many times the bytes of its file.
+# In memory, the entries of a page use about this many times the size of the page's file.
 _PAGE_EXPANSION_FACTOR: Final = 4
 
 
@@ -78,7 +78,7 @@ class ArchiveReader:
         return reader
 
     def successor(self, manifest_name: str, manifest_crc: int) -> "ArchiveReader | None":
-        """Return a reader for a newer manifest; None if this reader has it already (rule 3)."""
+        """Return a reader for another manifest; None if this reader already uses it (rule 3)."""
         if manifest_name == self.manifest_name:
             return None
         return ArchiveReader(self._store, manifest_name, manifest_crc, self._cache)
@@ -181,9 +181,10 @@ class ArchiveReader:
     def last_committed_before(self, time_ms: int) -> TransactionId:
         """Return the last ID that is known to be committed before a time.
 
-        If there is none, return the ID before the first available one. Some transactions have no
-        commit time. Such a transaction counts only if a later transaction has a commit time before
-        `time_ms`, because commit times never decrease.
+        If no ID is known to be committed before this time, return the ID before the first available
+        ID. Some transactions have no commit time. Commit times never decrease. So a transaction
+        without a commit time counts if a later transaction has a commit time before `time_ms`, and
+        only then.
 
         Raises:
             The errors of `read_range`.
@@ -223,7 +224,7 @@ class ArchiveReader:
     def _read_in_row_group(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> _RowGroupRead:
-        """Return the first records of a range, all from one row group, at least one."""
+        """Return one or more records from the beginning of a range, all from one row group."""
         entry = next(self._entries_from(first))
         index = self._index_of(entry)
         group_number = index.group_containing(first)
@@ -243,7 +244,7 @@ class ArchiveReader:
         return _RowGroupRead(records, entry, index, group_number)
 
     def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
-        """Note the end of a read; return whether it began where an earlier read had ended."""
+        """Note the end of a read; return whether the read began where an earlier read had ended."""
         with self._lock:
             is_sequential = first in self._read_ends
             self._read_ends.pop(first, None)
@@ -298,7 +299,7 @@ class ArchiveReader:
         return self._cache.get(self._cache_key("page", page_entry.name, page_entry.file_crc), load)
 
     def _index_of(self, entry: ObjectEntry) -> ObjectIndex:
-        """Return the index of an object, which must be the one in the manifest (rule 1)."""
+        """Return the index of an object, after a check against the manifest's entry (rule 1)."""
 
         def load() -> tuple[ObjectIndex, int]:
             with self._store.open(entry.name) as source:

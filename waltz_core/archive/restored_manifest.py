@@ -10,17 +10,17 @@ Rules (docs/decisions/055):
          after the backup. In this case the restored partition begins after them.
        - The cluster of the backup may have replaced a corrupt object after the backup. So if an
          object is missing or corrupt, another object with the same IDs and chain hash is used
-         instead. This replacement is below the cluster's own key, even if the old object is below
-         the key of another cluster.
-       Corrupt objects are found only if another object with the same IDs exists. Otherwise the
-       object is not read.
+         instead. This replacement is below the key of the backup's cluster, even if the old object
+         is below the key of another cluster.
+       This check reads an object only if another object with the same IDs exists. So only then does
+       it detect a corrupt object.
     3. The end of the restored partition is a batch end. The object that contains this end is read.
        Its hash chain is verified from the first to the last batch, and must match the manifest. So
        the chain hash at the end is the chain hash of the source's log.
     4. The version of the new manifest is above all versions in the cluster's folder. The reason: a
-       restored cluster may keep its key, and then the folder may contain files that the lost
-       cluster had archived after the end. With the higher version, these files are garbage, and not
-       a sign of a rollback (`garbage_collection.py`, rule 9).
+       restored cluster may keep the key of the lost cluster. Then the folder may contain files that
+       the lost cluster had archived after the restored end. With the higher version, these files
+       are garbage, and not a sign of a rollback (`garbage_collection.py`, rule 9).
     5. The caller pins the source clusters before the check of rule 2, and repeats this check at the
        end (`pins.py`).
 """
@@ -66,7 +66,7 @@ class BatchEnd(NamedTuple):
 
 
 class RestoredRange:
-    """The objects of a saved manifest that still exist, to restore a log up to a batch end."""
+    """The existing objects of a saved manifest, from which a log is restored up to a batch end."""
 
     def __init__(
         self, store: ArchiveStore, saved_manifest: SavedManifest, *, may_have_expired: bool = False
@@ -74,7 +74,7 @@ class RestoredRange:
         """Check the manifest and its objects (rules 1 and 2).
 
         Raises:
-            ObjectMissing: an object does not exist, and must not have expired.
+            ObjectMissing: an object does not exist, and the caller does not allow this (rule 2).
             ArchiveUnavailable: the store did not execute a request.
             BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
@@ -129,7 +129,7 @@ class RestoredRange:
         return self._manifest.last
 
     def batch_end_at(self, last: TransactionId) -> BatchEnd | None:
-        """Return the last batch end at or below an ID (rule 3); None if it is before ID 0.
+        """Return the last batch end at or below an ID (rule 3); None if the first batch ends later.
 
         Raises:
             BadRequest: the archive does not contain the ID.
@@ -166,9 +166,9 @@ class RestoredRange:
     def write_manifest(
         self, cluster_key: bytes, session_id: SessionId, nonce: bytes, end: BatchEnd
     ) -> NewManifest:
-        """Write a manifest of the objects up to `end`, below another cluster key, durably.
+        """Write a manifest of the objects up to `end`, durably, below the key `cluster_key`.
 
-        Session and nonce make its name unique.
+        Session and nonce make the manifest's name unique.
 
         Raises:
             ArchiveUnavailable, ChecksumMismatch: the manifest was not written correctly.
@@ -217,7 +217,7 @@ class RestoredRange:
                 )
 
     def _truncate_entry(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
-        """Return the entry of an object that may be used only up to `end`."""
+        """Return the entry of an object, with `end` as the last usable ID of the object."""
         with self._reader() as reader:
             _, batches = reader.lineage(entry.first, end.last, sys.maxsize)
         stamps = [batch.stamp_ms for batch in batches if batch.stamp_ms]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The maximum size of cached parts of the archive: row groups, indexes and manifests that may be
 # read again soon.
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
-# The minimum time between two reports of progress: an upload makes hundreds of calls of the store.
+# The minimum time between two reports of progress. An upload calls the store hundreds of times.
 _PROGRESS_INTERVAL_S: Final = 1.0
 # The maximum number of locations of damage that are remembered.
 DAMAGED_LOCATIONS_MAX: Final = 100
@@ -35,8 +35,8 @@ class StorageArchive:
     """The archive at a URL; `open` must be called first.
 
     The threads of `read_ahead` read row groups that will probably be requested next. `on_progress`
-    is called on the thread of an upload or a collection, while the store executes its calls.
-    `bytes_per_s` limits the rate of this thread; 0 means no limit.
+    is called on the thread that runs an upload, an expiry or a collection, between calls of the
+    store. `bytes_per_s` limits the rate of this thread; 0 means no limit.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StorageArchive:
         self._store: ArchiveStore | None = None
         # The same store with the rate limit, for uploads, expiry and garbage collection.
         self._rate_limited_store: ArchiveStore | None = None
-        # The last error, and the number of failed attempts since the last successful one.
+        # The last error, and the number of failed attempts since the last successful attempt.
         self.failure: WaltzError | None = None
         self.failure_count = 0
         self._cache: ArchiveCache | None = None

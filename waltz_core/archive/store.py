@@ -8,8 +8,8 @@ Rules (docs/decisions/047):
        it its final name, and syncs the directory. It also syncs each parent directory once. Any
        other store acknowledges an upload when the file is durable. A successful read of a file does
        not prove that the file is durable (AR 3).
-    2. No file is overwritten (AR 2). A directory rejects a name that exists. In other stores,
-       nothing rejects it, but no two attempts use the same name (`file_names.py`).
+    2. No file is overwritten (AR 2). A directory rejects a name that exists. Other stores do not
+       reject an existing name, but no two attempts use the same name (`file_names.py`).
     3. After a failed or cancelled `open_sink`, a directory contains no file with this name. Other
        stores may keep an incomplete file, which no manifest lists.
     4. A missing file raises ObjectMissing. All other errors, such as a missing bucket or a store
@@ -63,7 +63,7 @@ _WAIT_S_MAX: Final = 1.0
 
 
 class ListedFile(NamedTuple):
-    """A file in the store. `modified_ms` is a time of the store's clock, 0 if it is not known."""
+    """A file in the store. `modified_ms` is by the store's clock, 0 if the time is not known."""
 
     name: str
     byte_count: int
@@ -92,7 +92,7 @@ class RateLimit:
         self._free_at_s = clock_s()  # from then on, all bytes so far are within the rate
 
     def throttle(self, byte_count: int) -> None:
-        """Wait until all earlier bytes are within the rate, and count `byte_count` more bytes."""
+        """Wait until the rate permits more bytes, and then count `byte_count` more bytes."""
         while (wait_s := self._free_at_s - self._clock_s()) > 0:
             self._sleep(min(wait_s, _WAIT_S_MAX))
             self._on_wait()
@@ -201,7 +201,7 @@ class ArchiveStore:
         return [file.name for file in self.list_files(folder)]
 
     def list_files(self, folder: str) -> list[ListedFile]:
-        """Return all files in a folder and below it, sorted by name; none if it is missing.
+        """Return all files in and below a folder, sorted by name; none if the folder is missing.
 
         The result includes temporary files of writes that did not complete.
 
@@ -232,9 +232,9 @@ class ArchiveStore:
             self._files.delete_file(self._full_path(name))
 
     def move(self, name: str, target: str) -> None:
-        """Give a file another name, durably; in a directory also a folder, in one step.
+        """Rename a file, durably. If the store is a directory, also rename a folder, in one step.
 
-        In a directory, an existing folder with files is not replaced.
+        If the store is a directory, an existing folder with files is not replaced.
 
         Raises:
             ObjectMissing, ArchiveUnavailable: by rule 4.
@@ -261,7 +261,7 @@ class ArchiveStore:
         return f"{self._base}/{name}"
 
     def _make_durable_folder(self, folder: Path) -> None:
-        """Create a folder; make its name, and the names of the folders above it, durable.
+        """Create a folder; make its name and the names of its parent folders durable.
 
         A process that was killed may have created folders without a sync of their names. So each
         name in the archive is synced once, even if this process has not created the folder.
@@ -273,7 +273,8 @@ class ArchiveStore:
             if is_new:
                 parent.mkdir(exist_ok=True)
             if is_new or is_unknown:
-                # If this process may not read the folder above, the operator has created it.
+                # If this process may not read the folder above `parent`, the operator has created
+                # that folder.
                 with suppress(PermissionError):
                     _sync_folder(parent.parent)
             self._durable_folders.add(parent)
@@ -407,7 +408,7 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
 
 @contextmanager
 def _resolve_region(region: str | None) -> Iterator[None]:
-    """During a block, set the environment variable from which the SDK of S3 reads the region.
+    """While the `with` block runs, set the environment variable with the region for the SDK of S3.
 
     Without this variable, the SDK requests the region from the metadata service of EC2, even if the
     caller passes a region. If that service does not answer, all threads of the process stop for
@@ -425,7 +426,7 @@ def _resolve_region(region: str | None) -> Iterator[None]:
 
 
 def _complete_url(url: str, environment: Mapping[str, str]) -> str:
-    """Return the URL for pyarrow: with a limit of retries, or with the SAS token of Azure.
+    """Return the URL for pyarrow; where necessary, add a retry limit or the SAS token of Azure.
 
     The SDKs of the stores read other credentials from the environment, too.
 
@@ -459,7 +460,7 @@ def _error_reason(error: Exception) -> str:
 
 @contextmanager
 def _translate_errors(operation: str, location: str) -> Iterator[None]:
-    """Raise errors of the store in a block as ObjectMissing or ArchiveUnavailable (rule 4)."""
+    """Translate the store's errors in a block to ObjectMissing or ArchiveUnavailable (rule 4)."""
     try:
         yield
     except FileNotFoundError as error:
@@ -477,7 +478,7 @@ def _translate_errors(operation: str, location: str) -> Iterator[None]:
 
 @contextmanager
 def _durable_file(path: Path, mode: int | None) -> Iterator[Any]:
-    """Yield a file for writes; it receives its name after its sync (rules 1 to 3)."""
+    """Yield a file for writes; after the sync, the file gets its final name (rules 1 to 3)."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with temporary.open("xb") as sink:

@@ -1,8 +1,8 @@
-"""Writes manifests of an archive: for a new object, a replaced object or an expiry; blocks.
+"""Writes a manifest for a new object, for a replaced object or for an expiry; all calls block.
 
 An upload writes a range of a log as an object, and a manifest that lists it. A replacement writes
-an object and a manifest that lists it instead of another object. An expiry writes a manifest with a
-greater first available ID.
+an object, and a manifest that lists this object instead of the replaced one. An expiry writes a
+manifest with a greater first available ID.
 
 Rules (docs/decisions/047):
     1. No file is overwritten: each combination of session, nonce and attempt occurs once
@@ -15,7 +15,7 @@ Rules (docs/decisions/047):
     4. A failure leaves the current manifest as it is. Files of a failed attempt are garbage.
     5. Only complete objects expire, the oldest first. Commit times never decrease, so all objects
        before an expired object are at least as old. The first available ID is at most the ID after
-       the archived mark, where local logs and new objects continue.
+       the archived mark. Local logs and new objects continue at that ID.
     6. A corrupt or missing object is replaced by a new object with the same IDs, and with the same
        chain hash at its end. This chain hash covers all preceding batches (AR 5). The old object is
        not changed. If a page of the manifest lists the old object, a new page replaces this page.
@@ -107,7 +107,7 @@ def _replace_object(
     origin: FileOrigin,
     on_progress: Callable[[], None],
 ) -> Manifest | None:
-    """Write the object; return the next manifest, in which it replaces another object (rule 6).
+    """Write the new object; return the next manifest, without the replaced object (rule 6).
 
     Return None if the object was already replaced.
     """
@@ -191,7 +191,7 @@ def _last_expired_id(
     is_old: Callable[[PageEntry | ObjectEntry], bool],
     on_progress: Callable[[], None],
 ) -> TransactionId:
-    """Return the last ID of the newest expired object; it may have expired earlier (rule 5)."""
+    """Return the last ID of the newest object that has expired, now or earlier (rule 5)."""
     last = TransactionId(current.first - 1)
     for page_entry in current.pages:
         if page_entry.last <= last:

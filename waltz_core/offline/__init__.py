@@ -8,7 +8,7 @@ opens files for reading only, and `layout` decodes the bytes.
 
 This package reads the files that `waltz_core.storage` writes, but does not use the code of that
 package. It is a second parser with another CRC-32 (crcmod), written from the description of the
-bytes. The reason: if the storage's format code has a mistake, the storage's own reader makes the
-same mistake, and does not find it. The one exception is `index_repair`, which writes through the
+bytes. The reason: if the storage's format code has a mistake, the storage's own reader repeats the
+mistake, and cannot detect it. The one exception is `index_repair`, which writes through the
 storage's interface to the disk.
 """

@@ -1,4 +1,4 @@
-"""Opens and lists files for reading only, and prevents a storage from running meanwhile.
+"""Opens and lists files for reading only, and keeps a storage from running at the same time.
 
 The storage's own `RealDisk` opens every file for writing, which is not possible for a backup on a
 read-only disk. This code cannot change any file.
@@ -6,10 +6,10 @@ read-only disk. This code cannot change any file.
 Rules:
     1. Files are opened read-only. An error of the operating system is raised as a DiskFailed with
        one sentence.
-    2. No storage may run on a directory while a command reads it. Otherwise the storage would
-       change files between two reads, and the files would not match each other. So a command holds
-       shared locks, which exclude the exclusive locks of a storage. Several commands may read at
-       the same time.
+    2. No storage may run on a directory while a command reads it. A running storage would change
+       files between two reads of the command, and the files would not match each other. So a
+       command holds shared locks, which exclude the exclusive locks of a storage. Several commands
+       may read at the same time.
 """
 
 import fcntl

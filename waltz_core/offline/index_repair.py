@@ -9,9 +9,9 @@ Rules:
     2. No index is written if the present index is already correct. No index is written, either, if
        the segment's header does not match its name, because an operator must examine the segment
        first.
-    3. The old index entry of an unreadable record is kept if it is plausible. This entry may be the
-       only information about the record's position. Otherwise the new entry contains the offset at
-       which the damage begins.
+    3. If a record is unreadable, its old index entry is kept, provided that this entry is
+       plausible. The old entry may be the only information about the record's position. If the old
+       entry is not plausible, the new entry contains the offset at which the damage begins.
 """
 
 from collections.abc import Iterator
@@ -177,7 +177,7 @@ def _new_entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]
 
 
 def _is_plausible(entries: I64, gap: Gap) -> bool:
-    """Return whether `entries` may be the index entries of the records in a gap."""
+    """Return whether old index entries are plausible for the unreadable records of a gap."""
     return bool(
         entries[0] == gap.offset and (np.diff(entries) >= 0).all() and entries[-1] < gap.end
     )
@@ -200,7 +200,8 @@ def _compare_with_old(
     if not old.exists:
         return IndexRepairResult(path, count, None, max(1, difference_count), kept_count)
     difference_count += max(0, old.count - count) + (1 if old.trailing_bytes else 0)
-    # Compare the headers without the creation time, which differs in the two files of Waltz 0.13.
+    # Compare the headers without the creation time: Waltz 0.13 writes different creation times to
+    # `.seg` and `.idx`.
     if old.header[:4] + old.header[12:] != header[:4] + header[12:]:
         difference_count += 1
     return IndexRepairResult(path, count, old.count, difference_count, kept_count)

@@ -50,7 +50,7 @@ _DAMAGED_MAX: Final = 19
 
 
 def _fit_to_size(data: Bytes, size: int) -> tuple[bytes, list[str]]:
-    """Return exactly `size` bytes, and an error if there were more or fewer (rule 2)."""
+    """Return exactly `size` bytes, and an error if `data` has more or fewer bytes (rule 2)."""
     errors = [] if len(data) == size else [f"expected {size} bytes, found {len(data)}"]
     return bytes(data[:size]).ljust(size, b"\0"), errors
 
@@ -292,7 +292,7 @@ def _slot_value_errors(
 
 
 def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> ControlSlot | None:
-    """Return a partition's current slot: the valid one with the greater sequence; None if none."""
+    """Return the current slot: the valid slot with the greater sequence; None if none is valid."""
     valid_slots = [slot for slot in slots if not slot.errors and slot.partition == partition]
     return max(valid_slots, key=lambda slot: slot.sequence, default=None)
 
@@ -355,7 +355,8 @@ def decode_chain_header(data: Bytes) -> ChainHeader:
     _expect(errors, "version", 0, version)
     _expect_zero(errors, reserved, 56)
     header = FileHeader(version, created_ms, key, partition, first, tuple(errors))
-    # The CRCs of the entries cover the segment's header as in `.seg`, with its 88 zero bytes.
+    # The CRC of each entry also covers the header of the segment, in the form that it has in
+    # `.seg`: 40 bytes, and 88 zero bytes.
     return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
 
 

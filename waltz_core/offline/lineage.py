@@ -52,7 +52,7 @@ def header_of(file: ReadableFile) -> ChainHeader:
 
 
 def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Iterator[LocatedEntry]:
-    """Yield the entries of a `.chn` file from a position on, including an incomplete last one."""
+    """Yield the entries of a `.chn` file from a position on, including an incomplete last entry."""
     size = file.size()
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * position
     while offset < size:
@@ -78,8 +78,8 @@ class ChainCheck:
     """Receives the records of a partition in order, and compares them with its batches.
 
     `start` is the batch end after which the log begins. `is_error_at` returns whether a fault at an
-    ID is an error, and not only the trace of a crash. `ends` are IDs at which a batch should end;
-    `chains` receives the chain hashes at these IDs.
+    ID is an error. All other faults are only traces of a crash. `ends` are IDs at which a batch
+    should end; `chains` receives the chain hashes at these IDs.
     """
 
     def __init__(
@@ -100,8 +100,9 @@ class ChainCheck:
         self._findings = findings
         self._is_error_at = is_error_at
         self._ends = ends
-        # If the log begins within the oldest segment, a batch may cross the beginning of this
-        # segment, and the chain hash before the first entry is not `start.chain`.
+        # If the log begins within the oldest segment, the first entry of this segment describes a
+        # batch that ends at or before `start`. The chain hash before this batch is not
+        # `start.chain`, and the batch may have begun in an earlier segment.
         self._is_chain_known = firsts[0] == start.last + 1
         self._segment = 0
         self._entries = self._all_entries()
@@ -176,7 +177,8 @@ class ChainCheck:
             digest_size=16,
         )
         self._next_id = entry.first
-        # If the preceding batches are missing, the chain hash before this batch is not known.
+        # If batches directly before this batch are missing, the chain hash before this batch is not
+        # known.
         self._is_chain_computable = self._is_chain_known and entry.session != RECONSTRUCTED
         return True
 
@@ -254,7 +256,7 @@ class ChainCheck:
     ) -> None:
         """Report unreadable entries; `next_first` is the first ID of the next readable entry."""
         for located_entry, segment in unreadable:
-            # If no batch is missing, a crash in the middle of a write has left this entry.
+            # If no batch is missing here, a crash has interrupted the write of this entry.
             lost_id = previous_last + 1 if next_first != previous_last + 1 else _NO_LOST_ID
             self._add_finding(
                 segment,
@@ -269,7 +271,7 @@ class ChainCheck:
     def _is_in_right_segment(
         self, located_entry: LocatedEntry, first: int, next_first: int | None
     ) -> bool:
-        """Return whether an entry is in the segment of its last record; report the error if not."""
+        """Return whether an entry is in the segment of its last record; if not, report an error."""
         entry = located_entry.batch
         if first <= entry.last and (next_first is None or entry.last < next_first):
             return True
@@ -287,7 +289,8 @@ class ChainCheck:
     def _check_order(self, located_entry: LocatedEntry, first: int, previous_last: int) -> None:
         entry = located_entry.batch
         if entry.first != previous_last + 1:
-            # After an unreadable entry, which was reported, a wrong order is not a separate fault.
+            # An unreadable entry was already reported. A wrong order after such an entry is not a
+            # separate fault.
             if self._is_chain_known:
                 self._add_finding(
                     first,

@@ -6,9 +6,9 @@ that stopped at the first wrong byte would find only one fault.
 Rules:
     1. A `RecordRun` contains consecutive records with the expected IDs. The caller verifies their
        checksums if it needs to.
-    2. Between two runs there may be a `Gap`. It begins with bytes that are not a record, or with a
-       record that has a wrong CRC and does not end where another record begins. It ends at the next
-       record with a valid CRC.
+    2. Between two runs there may be a `Gap`. A gap begins at bytes that are not a record. A gap
+       also begins at a record with a wrong CRC, if no other record begins where this record ends. A
+       gap ends at the next record with a valid CRC.
     3. At most a few blocks of a file are in memory at any time.
 """
 
@@ -114,23 +114,23 @@ def walk_records(
 
 
 def _read_run(file: ReadableFile, expected_id: int, offset: int, size: int) -> RecordRun:
-    """Return the consecutive records of one block, without a last record of a wrong length."""
+    """Return the consecutive records of one block; omit the last one if its length is wrong."""
     end = _record_end(file, expected_id, offset, size)
     data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
     bounds = _record_bounds(data, expected_id)
     if len(bounds) > 1:
         end = offset + bounds[-1]
         is_continued = end == size or _record_end(file, expected_id + len(bounds) - 1, end, size)
-        # If no record follows the run, there are two cases. Either the following record is broken,
-        # or the last record of the run has a wrong length. In the second case, the CRC of the last
-        # record is wrong, too.
+        # If no record begins at the end of the run, there are two cases. Either the next record is
+        # broken, or the length of the run's last record is wrong. In the second case, the CRC of
+        # the last record is wrong, too.
         if not is_continued and not has_valid_crc(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
     return RecordRun(expected_id, offset, data, bounds)
 
 
 def _record_bounds(data: bytes, expected_id: int) -> list[int]:
-    """Return the starts of the complete records in these bytes, and the end of the last one."""
+    """Return the start of each complete record in these bytes, and the end of the last one."""
     unpack = RECORD.unpack_from
     bounds = [0]
     position, last_start = 0, len(data) - RECORD_FRAME_BYTES
@@ -159,7 +159,7 @@ def _record_length(file: ReadableFile, offset: int) -> int:
 
 
 def _record_fault(file: ReadableFile, expected_id: int, offset: int, size: int) -> str:
-    """Return an error text if the bytes at an offset cannot be the expected record, or ''."""
+    """Return why the bytes at an offset cannot be the expected record; '' if they can be."""
     space = size - offset - RECORD_FRAME_BYTES
     if space < 0:
         return f"expected at least {RECORD_FRAME_BYTES} bytes for a record, found {size - offset}"

@@ -1,4 +1,4 @@
-"""Verifies the files other than the logs: the control file, the slots, and the storage ID.
+"""Verifies the files of a storage outside its logs: control file, slots and storage ID.
 
 These files state what the logs must contain. So they are read first, and compared with the logs
 afterwards.
@@ -7,19 +7,19 @@ Rules:
     1. Each partition has two structures in the control file, and two slots in its own file. A wrong
        structure or slot is reported. The check then uses the valid one of the two, as a start of
        the storage does.
-    2. The structure in the 0.13 control file is written after the slot, so after a crash it may be
-       older than the slot. Its marks may be higher than those of the slot, because a truncation
-       does not lower them. Waltz 0.13 has written the structure only if it has a greater sequence
-       than the slot states, or a later session than the slot. If the slot has no session, the
-       session of the structure proves nothing: the log was begun again after the structure was
-       written.
+    2. This version writes the structure in the 0.13 control file after the slot. So after a crash,
+       the structure may be older than the slot. The structure's marks may be higher than those of
+       the slot, because a truncation does not lower the structure's marks. Only two signs show that
+       Waltz 0.13 has written the structure: its sequence is greater than the sequence that the slot
+       states, or its session is later than the slot's session. If the slot has no session, the
+       structure's session is no sign: the log was begun again after the structure was written.
     3. After a clean stop, the acked marker is at the end of the log. After any other stop, the log
        may be longer.
     4. Records may have no batches until the next start of the storage. In this state, the acked
-       marker contains the special value `UNBATCHED` instead of a chain hash. An owner leaves
-       records of Waltz 0.13 in this state, and an earlier version of the storage left records of
-       0.13 servers in it. The session of a 0.13 server has no nonce, and its low-water mark may be
-       above the end of the log.
+       marker contains the special value `UNBATCHED` instead of a chain hash. There are two causes:
+       an owner leaves records of Waltz 0.13 in this state, and an earlier version of the storage
+       left records of 0.13 servers in this state. The session of a 0.13 server has no nonce, and
+       the low-water mark of such a session may be above the end of the log.
 """
 
 from pathlib import Path
@@ -159,8 +159,9 @@ def expected_log(
     if current is None:
         durable = -1 if info is None else info.local_low_water_mark
         return ExpectedLog(number, key, None, is_adopted=False, durable=durable)
-    # The slot is written first, so the structure with the sequence that the slot states may be
-    # missing. Only a greater sequence or a later session proves a write of 0.13 (rule 2).
+    # The slot is written before the structure, and states the sequence that the structure will
+    # have. After a crash, the structure may have a lower sequence. So only a greater sequence or a
+    # later session proves a write of 0.13 (rule 2).
     has_legacy_writes = info is not None and (
         info.sequence > current.control_file_sequence or -1 < current.last_session < info.session
     )

@@ -39,7 +39,7 @@ def verify_log(directory: Path, expected: ExpectedLog, findings: VerificationFin
 
 
 def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
-    """Verify one segment; its batches are not verified, which would need the preceding segment."""
+    """Verify one segment, but not its batches, because they depend on the preceding segment."""
     found_log = FoundLog()
     SegmentCheck(
         path.parent,
@@ -91,7 +91,8 @@ class _LogCheck:
             )
             slot = self._expected.slot
             if slot is not None and slot.flags & TRUNCATE:
-                # The next start completes the truncation, so bytes after it may be missing already.
+                # The next start completes this truncation. A part of the bytes after `truncate_to`
+                # may already be missing.
                 self._synced_up_to = min(self._synced_up_to, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,
@@ -144,7 +145,7 @@ class _LogCheck:
 
     def _is_index_error_at(self, transaction_id: int, segment: int) -> bool:
         # The index is synced only when the acked marker moves. The synced ID in a batch entry is
-        # about records.
+        # about records, not about the index.
         return self._is_synced(transaction_id, segment, self._expected.durable)
 
     def _is_synced(self, transaction_id: int, segment: int, stated_last: int) -> bool:
@@ -152,13 +153,14 @@ class _LogCheck:
         later_first_ids = self._first_ids[self._first_ids.index(segment) + 1 :]
         if later_first_ids:
             # After a failed write, a log truncates its last file and continues in a new file. The
-            # truncation may not be durable, so a crash may restore the truncated bytes. Such bytes
-            # have IDs of the next segment.
+            # truncation may not be durable, so a crash may restore the truncated bytes. The
+            # restored records have IDs of the next segment.
             return not self._is_dirty or transaction_id < later_first_ids[0]
         return not self._is_dirty or transaction_id <= stated_last
 
     def _is_batch_error_at(self, transaction_id: int) -> bool:
-        # Only the ID decides, not the segment: the last entry of a full segment may be missing.
+        # Even in a full segment, the last entry may be missing. So this check depends on the ID
+        # only.
         is_torn = self._is_dirty and transaction_id > self._synced_up_to
         return not (self._expected.is_adopted or is_torn)
 

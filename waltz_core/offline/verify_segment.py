@@ -11,8 +11,8 @@ Rules:
     3. If a storage was not closed cleanly, bytes that are not known to be synced may be torn. Torn
        bytes were never acknowledged, and the next start truncates them. So a fault in these bytes
        is a note. Any other fault is an error.
-    4. The creation times have no checksum and no effect. If one of the three files of a segment has
-       another creation time, this is a note, because a crash can cause it, too.
+    4. The creation times have no checksum and no effect. If the three files of a segment have
+       different creation times, this is only a note, because a crash can cause the difference, too.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class SegmentCheck:
     """The check of one segment.
 
     `is_error_at` returns whether a fault at an ID is an error (rule 3). `is_index_error_at` does
-    the same for the index, which is synced less often.
+    the same for the index. The index is synced less often than the records.
     """
 
     def __init__(  # noqa: PLR0913 - files, expected values, and findings
@@ -332,7 +332,7 @@ class _IndexCheck:
             )
 
     def finish(self, end_id: int, next_first: int | None) -> None:
-        """Compare the number of entries with the number of records that exist, or should exist."""
+        """Compare the number of index entries with the number of existing or expected records."""
         if not self._exists:
             return
         with OpenFile(self._path) as file:

@@ -1,4 +1,4 @@
-"""Archives committed batches, one range at a time, and reports the archived mark to replicas.
+"""Archives committed batches, one range at a time, and sends the archived mark to replicas.
 
 An engaged replica writes a range of batches to the archive, and reports the new manifest (the list
 of the partition's files in the archive). This module chooses the replica, and decides whether its
@@ -12,8 +12,9 @@ Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
     2. The log must be the log that was archived. So before the first append of a session, an
        engaged replica's log must have the recorded hash chain at the archived mark (AR 8).
-    3. A result counts only if another engaged replica has the same chain at the end of the range.
-       If there is only one engaged replica, the result counts without this check.
+    3. The result of archiving a range counts only if another engaged replica has the same chain at
+       the end of the range. If there is only one engaged replica, the result counts without this
+       check.
     4. A failure ends the attempt, never the session. The next attempt waits, and uses another
        replica.
     5. A replica receives the archived mark when ZooKeeper has recorded the mark, and the replica
@@ -26,21 +27,23 @@ Rules (decision 047):
        apply:
         - No other attempt is in progress, and no write of a mark has an unknown outcome.
         - All replicas are connected.
-        - No replica's log begins above the recorded mark. Otherwise ZooKeeper was rolled back.
-       The request has a number, like every attempt. So the storage knows that all attempts of this
-       session with lower numbers have ended, and that their files may be garbage.
+        - No replica's log begins above the recorded mark. If a log does, ZooKeeper was rolled back.
+       The request has a number, like every attempt. So the storage knows: all attempts of this
+       session with lower numbers have ended, and the files of these attempts may be garbage.
     8. Archived records above the session's mark cannot be removed from disks yet. When their size
        exceeds a limit, a checkpoint is due (AR 11). The size is estimated from the IDs, because
        replicas do not report it.
     9. Objects expire when a client requests it, and at intervals if a retention is set (AR 15). An
        engaged replica writes the new manifest in an attempt. The first available ID never decreases
        (AR 7). It is at most the archived mark + 1, where logs may begin.
-    10. An object is replaced when a client requests it (AR 5). The engaged replicas try it one
-        after the other, until one has the object's records. The recorded mark does not change.
-        There is one replacement at a time, and its outcome is kept until the next request.
-    11. At its end, an attempt reports the size of the records that were not archived before it. The
-        reported lag is this size, plus the estimated size of later appends, minus the part that the
-        attempt has archived. Later appends are estimated by the average size of a record.
+    10. An object is replaced when a client requests it (AR 5). The engaged replicas try the
+        replacement one after the other, until one has the object's records. The recorded mark does
+        not change. There is one replacement at a time, and its outcome is kept until the next
+        request.
+    11. At its end, an attempt reports the size of the records that were not archived before the
+        attempt. The reported lag is this size, plus the estimated size of later appends, minus the
+        part that the attempt has archived. The size of later appends is estimated from the average
+        size of a record.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -81,13 +84,13 @@ from waltz_core.wire.messages import (
 ARCHIVE_CORRELATION_ID: Final = -3
 ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ObjectsExpired | ArchiveProgress
 ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ObjectsExpired, ArchiveProgress)
-# A single call of an object store may take this long; during the call there is no progress.
+# A single call of an object store may take this long, and a replica reports no progress meanwhile.
 NO_PROGRESS_MS_MAX: Final = 300_000
 EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
-# The maximum pause before the first attempt of a session. Even a session that ends at its first
-# checkpoint, 10 s after its start, must begin an attempt.
+# The maximum pause before the first attempt of a session. A session can end at its first
+# checkpoint, 10 s after its start. Even such a session must begin an attempt.
 _FIRST_ATTEMPT_MS_MAX: Final = 10_000
 
 
@@ -131,8 +134,7 @@ class _Attempt:
 class _Replacement:
     """A replacement that a client has requested.
 
-    `written_by` is the replica that has written the manifest, until ZooKeeper has recorded the
-    manifest.
+    `written_by` is the replica that has written the manifest; None after ZooKeeper has recorded it.
     """
 
     request: ReplaceArchivedObject
@@ -212,8 +214,8 @@ class SessionArchiver:
         self._next_attempt_at_ms = 0
         self._next_collection_at_ms: int | None = None  # None until a mark is recorded (rule 7)
         self._announced_marks: dict[ReplicaId, ArchivedMark] = {}
-        # The expiry that clients have requested, the one in progress, and the last one that was
-        # carried out, with the archived mark at that time.
+        # Three expiries: the one that clients have requested, the one in progress, and the last
+        # completed one, with the archived mark at its end.
         self._requested_expiry = _NO_EXPIRY
         self._running_expiry = _NO_EXPIRY
         self._finished_expiry = (_NO_EXPIRY, BEFORE_FIRST)
@@ -283,7 +285,7 @@ class SessionArchiver:
         self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
     def on_mark_before_log_start(self, now_ms: int) -> None:
-        """The log of the compared replica begins after the recorded mark: it has no chain there."""
+        """The compared replica has no chain at the recorded mark, because its log begins later."""
         self._on_mark_mismatch("begins later", now_ms)
 
     def _on_mark_mismatch(self, difference: str, now_ms: int) -> None:
@@ -454,7 +456,7 @@ class SessionArchiver:
     def _on_objects_expired(
         self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
     ) -> None:
-        """A replica has ended an expiry; if `notice` names no manifest, nothing has expired."""
+        """Process the end of an expiry; if `notice` names no manifest, no object has expired."""
         recorded_mark = self.recorded_mark
         assert recorded_mark is not None
         if notice.error:
@@ -490,7 +492,8 @@ class SessionArchiver:
     def request_replacement(self, request: ReplaceArchivedObject) -> None:
         """Schedule a replacement that a client requests; a repeated request changes nothing.
 
-        While a replacement is in progress, a different request is ignored; it must be repeated.
+        While a replacement is in progress, a different request is ignored; the client must repeat
+        it.
         """
         replacement = self._replacement
         if replacement is None or (
@@ -529,7 +532,7 @@ class SessionArchiver:
         )
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
-        """A replica has written an object; if `notice` names no manifest, nothing was replaced."""
+        """Process the end of a replacement; if `notice` names no manifest, nothing was replaced."""
         replacement, recorded_mark = self._replacement, self.recorded_mark
         assert replacement is not None
         assert recorded_mark is not None
@@ -561,7 +564,7 @@ class SessionArchiver:
         self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
 
     def on_attempt_notified(self, peer: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
-        """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
+        """Process a report of an attempt's progress or end; ignore it for an abandoned attempt."""
         attempt = self._attempt
         if attempt is None or (attempt.replica, attempt.number) != (peer.replica, notice.attempt):
             return
@@ -618,8 +621,8 @@ class SessionArchiver:
     ) -> None:
         """Request the chain at the range's end from another replica that has the range (rule 3)."""
         others = [peer for peer in engaged if peer.replica != attempt.replica]
-        # Successive attempts compare with different replicas, because the chain of a log with a
-        # reconstructed batch differs.
+        # Successive attempts compare with different replicas: a log with a reconstructed batch has
+        # another chain, so a comparison with this log fails.
         start = attempt.number % max(1, len(others))
         others = others[start:] + others[:start]
         if not others:
@@ -644,7 +647,7 @@ class SessionArchiver:
         answer: LineageResponse,
         now_ms: int,
     ) -> None:
-        """A replica has returned its lineage: at the recorded mark, or at the end of a range."""
+        """Process a lineage: compare it at the recorded mark, or at the end of a written range."""
         if not self.is_checked:
             self._on_mark_checked(answer, now_ms)
             return

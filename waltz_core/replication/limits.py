@@ -3,8 +3,8 @@
 The state machines read no configuration. The process sets these limits from its settings.
 
 Rules:
-    1. No limit affects safety. A limit that is wrong by a factor of a hundred costs time or memory,
-       but never data.
+    1. No limit affects safety. Even a limit that is a hundred times too high or too low costs only
+       time or memory, never data.
 """
 
 from dataclasses import dataclass, fields
@@ -34,16 +34,17 @@ class SessionLimits:
           ready.
 
     Timeouts:
-        - `answer_ms_max`: answer timeout of a replica. Until the session is settled and the replica
-          has answered PREPARE, the session drops a replica that exceeds the timeout. Later, such a
-          replica stays in the session, but another source replaces it in repairs.
+        - `answer_ms_max`: answer timeout of a replica. A replica that exceeds the timeout is
+          dropped if the session is not settled yet, or if the replica has not answered PREPARE. In
+          all other cases, the replica stays in the session, but in repairs another source replaces
+          it.
         - `quorum_ms_max`: how long the owner keeps a partition without a quorum; 0 for no limit.
         - `proof_ms_max`: timeout of a proof of the high-water mark (a confirmation by a quorum).
 
     Lifetimes:
         - `stable_session_ms`: if a session lasted this long, its end does not count as a failure.
         - `useful_session_ms`: if a session accepted appends for this long and then lost a storage,
-          its end does not count as a failure either. A rolling restart causes such ends.
+          the session's end does not count as a failure either. A rolling restart causes such ends.
         - `rejoin_session_age_ms_min`: minimum age of an open session before a returning replica
           starts a new session.
         - `exclusion_ms_...`: how long a replica that rejected appends is left out.
@@ -53,11 +54,11 @@ class SessionLimits:
     Appends and catch-up:
         - `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory
           for slow replicas.
-        - `lag_count_max`: limit of the number of these appends and batches, because each uses
-          memory in addition to its bytes.
+        - `lag_count_max`: limit of the number of these appends and batches, because each of them
+          uses memory in addition to its bytes.
         - `range_bytes_max`: size of one copied range.
-        - `slow_append_ms`: an append is reported as slow if an engaged replica takes this long; 0
-          for never.
+        - `slow_append_ms`: an append is reported as slow if an engaged replica takes this long to
+          acknowledge it; 0 for never.
 
     Archive:
         - `archive_interval_ms`: pause between attempts to archive committed batches, doubled after

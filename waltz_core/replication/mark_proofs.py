@@ -1,7 +1,7 @@
 """Proofs of a session's high-water mark: a quorum confirms that it knows no later session.
 
-A proof shows that the session was still the newest one when the proof was requested. It changes
-nothing in the log.
+A proof shows that the session was still the newest session when the proof was requested. A proof
+changes nothing in the log.
 
 Rules:
     1. The proved mark is the high-water mark that was committed when the proof was requested.

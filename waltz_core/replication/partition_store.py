@@ -8,12 +8,13 @@ Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write is conditional on the versions that were read, and has its own attempt number.
        Outcomes of other attempts are dropped.
     2. If the outcome of a write is unknown, the nodes are read again. A claim has succeeded only if
-       the node contains the claim's own session and nonce. A write of replica states is repeated,
-       unchanged, until a read shows the outcome.
+       the node contains the session and the nonce of this claim. A write of replica states is
+       repeated, unchanged, until a read shows the outcome.
     3. A session ID is claimed once. After a failed claim, the next claim has another ID.
-    4. A server never claims a session for a generation older than that in ZooKeeper. It also claims
-       no session if ZooKeeper has lost data. Signs of this loss are an opened partition without
-       replica states, and storages that have promised a later session than that in ZooKeeper.
+    4. A server never claims a session for a generation that is older than the generation in
+       ZooKeeper. A server also claims no session if ZooKeeper has lost data. There are two signs of
+       this loss: a partition that was opened has no replica states, or storages have promised a
+       later session than the session in ZooKeeper.
     5. Batches in doubt stay in doubt until a later session is settled.
     6. After each failure there is a pause. The pauses become longer, up to a limit.
 """
@@ -152,7 +153,7 @@ class PartitionStore:
 
     @property
     def open_session_id(self) -> SessionId | None:
-        """The session that is open and accepts appends (earlier ones are settled), or None."""
+        """The open session, if it accepts appends (earlier sessions are settled), or else None."""
         session = self._session
         if session is None or not session.is_open or not session.is_settled:
             return None
@@ -321,7 +322,7 @@ class PartitionStore:
                     self._claim_after(0)
 
     def _take_ownership(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
-        """Own the partition and claim a session, unless generation and replicas are the same."""
+        """Own the partition and claim a session, unless generation and replicas are unchanged."""
         assert replicas, "a partition has at least one replica"
         assert len(set(replicas)) == len(replicas)
         if (generation, replicas) == (self._generation, self._replicas):
@@ -330,7 +331,8 @@ class PartitionStore:
         self._generation, self._replicas = generation, replicas
         self._final_rejection = None
         self._lost_race_count = self._failure_count = 0
-        # The time starts with the first claim, because a partition may wait long for its turn.
+        # The time without a quorum starts with the first claim, because a partition may wait long
+        # for its first claim.
         self._no_quorum_since_ms = None
         self._claim_after(0)
 
@@ -430,7 +432,7 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
-            # If the session was opened but not settled, the owner does not know its log.
+            # The owner knows the log only if the session is settled.
             self._follows_own_session = True
             in_doubt = InDoubtIds(session.claim.session_id, window.committed, window.last)
             self._in_doubt = in_doubt if window.last > window.committed else None
@@ -541,7 +543,7 @@ class PartitionStore:
         self._retry_at_ms = self._now_ms + self._backoff_ms(self._unavailable_count)
         self._unavailable_count += 1
         if self._no_quorum_since_ms is not None:
-            # A release would not help, because other servers probably do not reach ZooKeeper
+            # To release the partition would not help: other servers probably do not reach ZooKeeper
             # either.
             self._no_quorum_since_ms = self._now_ms
 
@@ -600,7 +602,7 @@ class PartitionStore:
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         new_nodes = claimed_nodes(nodes, self._generation, self._replicas, nonce)
-        # If the last claim is not this machine's, another owner may have written the log since.
+        # If this machine did not make the last claim, another owner may have written the log since.
         self._follows_own_session = (
             self._follows_own_session and nodes.last_claim in self._own_claims
         )
@@ -611,7 +613,8 @@ class PartitionStore:
     def _yield_to_other_server(self, nodes: PartitionNodes) -> bool:
         """Count the sessions that other servers have claimed since this server's last session.
 
-        After more than one such session, pause or release the partition, and return True (row 17).
+        If there is more than one such session, pause or release the partition, and return True (row
+        17).
         """
         if not self._own_claims or nodes.last_claim in self._own_claims:
             return False

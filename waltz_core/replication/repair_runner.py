@@ -6,26 +6,26 @@ module repairs it (`ReplicaRepair`). If a marked replica lacks batches that are 
 the module copies these batches to it.
 
 Rules:
-    1. Each replica has one step at a time. A step is dropped if the connection to its target or to
-       its source is lost.
+    1. Each target has at most one step in progress. A step is dropped if the connection to its
+       target or to its source is lost.
     2. A source must have records that are certain to be right:
         - Until the target is marked, the source is a marked replica, or a replica whose log ends
           exactly at the goal (the decided high-water mark).
-        - Later, the source is engaged, and has synced all requested records.
+        - After the target is marked, the source is engaged, and has synced all requested records.
         - For damage above the mark, in the running session, the source is any marked replica that
           has synced the records.
-        - For archived damage that no log can repair, the source is any other engaged replica, which
-          reads the records from the archive.
-    3. If a source fails, it is not used for this target for `answer_ms_max`. The repair continues
-       with another source.
+        - If damaged records are archived, and no log can repair them, the source is any other
+          engaged replica. This replica reads the records from the archive.
+    3. If a source fails, the repair continues with another source. The failed source is not used
+       for this target until `answer_ms_max` has passed.
     4. Only opened sessions have batches, and ZooKeeper records each session before it opens. So if
-       a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old, and
-       nothing is truncated from this log.
-    5. The goal's hash chain is that of the first credible log that ends at the mark. It is fixed as
-       soon as one replica is marked.
-    6. Damage is repaired in the session in which it is found. It does not stop a marked replica,
-       even if the repair fails. But a replica with damage above its previous mark is not marked
-       until it has received the records from another replica.
+       a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old.
+       Nothing is truncated from this log.
+    5. The goal's hash chain is the chain of the first credible log that ends at the mark. The
+       goal's chain is fixed as soon as one replica is marked.
+    6. Damage is repaired in the session in which it is found. A marked replica with damage stays
+       usable, even if the repair fails. But a replica with damage above its previous mark is not
+       marked until it has received the records from another replica.
 """
 
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ class RepairRunner:
         return failed
 
     def _update_goal_chain(self) -> None:
-        """Set the goal's chain; clear it if no replica has it any longer (rule 5)."""
+        """Set the goal's chain, or clear the chain if no replica has it any longer (rule 5)."""
         assert self.goal is not None
         goal = self.goal
         if self._recovery.known_chain is not None:
@@ -175,15 +175,15 @@ class RepairRunner:
         """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
 
         A credible replica is not reset before ZooKeeper has this session's states, because the next
-        session may need the replica for its decision. A replica is also not reset if its storage
-        has an older version, which does not support the request.
+        session may need the replica for its decision. A replica is also not reset if the version of
+        its storage does not support the request.
         """
         is_needed = not self.is_open and self._recovery.is_credible(target.replica)
         archived = self.archived
         if archived is not None and archived.last > goal.mark:
-            # A reset log begins again after the goal's mark, although more is archived: batches
-            # after the mark belong to this session, and are copied to the replica when it is
-            # marked.
+            # After a reset, the log begins after the goal's mark, although more is archived. The
+            # batches after the mark belong to this session. They are copied to the replica when it
+            # is marked.
             chain = goal.chain
             archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
         if archived is None or is_needed or not target.supports_archiving:
@@ -362,7 +362,8 @@ class RepairRunner:
             and self.archived is not None
             and source.repair is not None
         ):
-            # The source has removed archived segments meanwhile, at most up to the archived mark.
+            # In the meantime, the source has removed archived segments, at most up to the archived
+            # mark.
             source.repair.start = self.archived.last
             self._drop_step(correlation_id)
             return True
@@ -372,7 +373,7 @@ class RepairRunner:
     def on_overwrite_rejected(
         self, correlation_id: int, peer: ReplicaSession, reason: str, now_ms: int
     ) -> bool:
-        """A replica has rejected records that replace damaged ones; it stays usable (rule 6).
+        """A replica has rejected copies of damaged records; the replica stays usable (rule 6).
 
         Return False if the rejected request was a different one.
         """

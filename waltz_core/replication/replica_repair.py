@@ -15,14 +15,14 @@ Rules (docs/design/correctness.md 2.1 F):
     5. The mark is set only when the log ends at the mark with the goal's chain.
     6. Before a truncation, the repair requests the log's newest batch. `repair_runner.py` then
        checks that ZooKeeper knows the session of this batch.
-    7. If no source has the missing records, a log cannot be completed. It begins again after the
+    7. If no source has the records that a log lacks, the log is reset: it begins again after the
        archived mark (AR 12 in decision 047). There are two such cases:
         - The log is empty and ends below the archived mark.
-        - At or above the lowest start of the sources, the log has no batch end in common with a
-          source.
-    8. A source that cannot read its batch entries reconstructs batches, and marks these as
-       reconstructed. They may differ from the original batches, so they are never copied, and no
-       other log is truncated to match them.
+        - The log and the sources have no common batch end at or above the lowest start of the
+          sources.
+    8. If a source cannot read its batch entries, it reconstructs batches, and marks them as
+       reconstructed. Reconstructed batches may differ from the original batches. So they are never
+       copied, and no other log is truncated to match them.
 
 The next step follows from the known state of the log. One step is in flight at a time:
 
@@ -62,7 +62,7 @@ class RepairGoal(NamedTuple):
     """The decided mark, and the log's hash chain there.
 
     `chain` is None until a log ends at the mark. `archived_mark` is set only if the log may be
-    reset (rule 7). `lowest_source_start` is the lowest ID after which a source's log begins.
+    reset (rule 7). `lowest_source_start` is the minimum of the starts of all sources.
     """
 
     mark: TransactionId
@@ -148,8 +148,8 @@ RepairStep: TypeAlias = (
 class ReplicaRepair:
     """The known state of one replica's log, and the next step of its repair.
 
-    Raises DataLoss if the log contradicts the goal below the replica's confirmed low-water mark.
-    For damaged copies, raises the errors of `verify_records` and `verify_batches`.
+    Raises DataLoss if the log contradicts the goal below the replica's confirmed low-water mark. If
+    copied records are wrong, raises the errors of `verify_records` and `verify_batches`.
     """
 
     def __init__(self, answer: Prepared) -> None:
@@ -163,7 +163,8 @@ class ReplicaRepair:
         self._confirmed_mark = TransactionId(confirmed)
         self._old_mark = answer.low_water_mark
         self.damaged = decode_damaged_ranges(answer.damaged)
-        # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
+        # Whether the goal's log, whose chain is `_goal_chain`, is known to have the batch end
+        # (last, chain).
         self._is_aligned = False
         self._goal_chain: Chain | None = None
         # The session of this log's newest batch (None: not known), and whether to request it now.
@@ -245,7 +246,7 @@ class ReplicaRepair:
         return SetMark(mark, chain)
 
     def _blocks_marking(self, last: TransactionId) -> bool:
-        # Other replicas also have the records up to the previous mark, so this damage can wait.
+        # Damage up to the previous mark can wait, because other replicas also have these records.
         return not self.is_mark_set and last > self._old_mark
 
     def _truncation_step(self, mark: TransactionId) -> RepairStep:
@@ -263,7 +264,7 @@ class ReplicaRepair:
     def _check_aligned(self) -> bool:
         """Whether the log's end is known to be a batch end of the source's log."""
         if self._source_lineage is not None:
-            # An earlier request may have been for another point, so search the whole answer.
+            # The answer may be to an earlier request for other IDs, so search the whole answer.
             if (self.last, self.chain) in _batch_ends(self._source_lineage):
                 self._discard_answers()
                 self._is_aligned = True
@@ -274,8 +275,9 @@ class ReplicaRepair:
     def _align_step(self, lowest_source_start: TransactionId) -> RepairStep:
         """Find the last batch end that both logs have, and return the truncation to it (rule 3)."""
         if self._search_end is None:
-            # Usually the log is a prefix of the source's log, so its end is a batch end of both. If
-            # the source's log starts at this end, its first batch contains the chain before it.
+            # Usually the log is a prefix of the source's log, so the log's end is a batch end of
+            # both logs. If the source's log starts at this end, request its first batch: the answer
+            # contains the chain hash before this batch.
             point = TransactionId(self.last + (self.last == lowest_source_start))
             return FetchSourceLineage(point, point)
         lowest = TransactionId(self._confirmed_mark + 1)
@@ -284,8 +286,8 @@ class ReplicaRepair:
         if self._own_lineage is None:
             return FetchOwnLineage(lowest, self._search_end)
         if self._search_end <= lowest_source_start:
-            # No source has batches there. So first truncate to the confirmed low-water mark, and
-            # then reset the log.
+            # No source has batches up to `_search_end`. So first truncate the log to the confirmed
+            # low-water mark, and then reset it.
             batch_end, chain = _batch_ends(self._own_lineage)[0]
             if batch_end < self._confirmed_mark:
                 raise self._divergence_error()
@@ -355,7 +357,8 @@ class ReplicaRepair:
                 f"truncation: expected a log that ends at transaction {step.last_to_keep}, "
                 f"found {last}"
             )
-        # The truncation may end inside a batch, and the known lineage is that of the longer log.
+        # The log may now end inside a batch, and the known lineage is that of the log before the
+        # truncation.
         is_batch_end = step.base == last and step.base_chain == chain
         was_aligning = self._search_end is not None
         self._discard_answers()
@@ -397,7 +400,7 @@ class ReplicaRepair:
         self.damaged, self._fetched_range = remaining, None
 
     def on_overwrite_rejected(self, step: OverwriteDamage) -> bool:
-        """The replica has rejected these records; return whether it needs them before its mark.
+        """The replica has rejected these records; return whether its mark must wait for a repair.
 
         If the damage can wait, it is ignored until the replica reports it again.
         """
@@ -552,7 +555,7 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
 
 
 def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
-    """Raise if the source has reconstructed batches where the replica has real ones (rule 8)."""
+    """Raise if the source has reconstructed batches where the replica has originals (rule 8)."""
     real_entries = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
     for entry in source.lineage if real_entries else ():
         if entry.session_id == RECONSTRUCTED and (

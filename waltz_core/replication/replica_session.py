@@ -7,11 +7,11 @@ Rules:
     1. There is one connection at a time. An answer is matched to its request by sequence number and
        type.
     2. Appends are pipelined in ID order, up to a limit of bytes.
-    3. A replica does not return to the session if its log may have changed in an unknown way. So it
-       does not return if its connection was lost while a request that changes the storage was
-       unanswered: this request may still arrive later. It also does not return if it was marked,
-       because its log may have grown beyond the mark.
-    4. Records count as synced when the storage reports it, never when they are sent.
+    3. A replica does not return to the session if its log may have changed in an unknown way. The
+       first case: its connection was lost while a request that changes the storage was unanswered.
+       This request may still arrive later. The second case: the replica was marked, so its log may
+       have grown beyond the mark.
+    4. Records count as synced when the storage reports the sync, never when the records are sent.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from waltz_core.replication.replica_repair import ReplicaRepair
 
 NO_CORRELATION_ID: Final = -1
-# The maximum number of append latencies kept for the metrics, which take them every second.
+# The maximum number of append latencies that are kept. Every second, the metrics take them.
 LATENCIES_MAX: Final = 4_096
 # A stalled replica answers hundreds of late appends at once; one report per second is enough.
 SLOW_APPEND_REPORT_INTERVAL_MS: Final = 1_000
@@ -225,8 +225,8 @@ class ReplicaSession:
         """Remove and return the request that a message answers (rule 1).
 
         Raises:
-            RemoteProtocolError: there is no request with this sequence number, or its type is
-                different.
+            RemoteProtocolError: no request has this sequence number, or the message is of the wrong
+                type for the request.
         """
         request = self._requests.pop(answer.sequence, None)
         if request is None:

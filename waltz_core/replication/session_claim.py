@@ -36,7 +36,7 @@ from waltz_core.replication.session_recovery import (
 
 
 class PartitionNodes(NamedTuple):
-    """Both ZooKeeper nodes of a partition; for a write, with the versions to be replaced."""
+    """Both ZooKeeper nodes of a partition, with their versions; a write replaces these versions."""
 
     metadata: PartitionMetadata
     metadata_version: int
@@ -74,9 +74,9 @@ class InDoubtIds(NamedTuple):
 class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
-    `highest_committed` is the highest ID that this owner ever saw committed. `excluded_until_ms`
-    maps each replica that rejected appends recently to the end of its exclusion.
-    `later_promises` are the replicas that have promised a session that ZooKeeper does not know.
+    `highest_committed` is the highest ID that this owner knows to be committed. `excluded_until_ms`
+    maps each replica that rejected appends recently to the end of its exclusion. `later_promises`
+    maps replicas to the sessions that they have promised and that ZooKeeper does not know.
     `archived_mark` is the mark that ZooKeeper records; None if there is none.
     """
 
@@ -102,7 +102,7 @@ def is_later_generation(generation: Generation, other: Generation) -> bool:
 def claim_rejection(
     nodes: PartitionNodes, replicas: Sequence[ReplicaId], promised: Mapping[ReplicaId, SessionId]
 ) -> str | None:
-    """Return why no session may be claimed (rules 2 and 3); None if it may.
+    """Return why no session may be claimed (rules 2 and 3); None if a session may be claimed.
 
     `promised` are the sessions that storages have reported as promised.
     """

@@ -38,13 +38,14 @@ class ArchiveBacklog(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Records with IDs and the same bytes as on disk, from the append pipeline to the replicas.
+    """A batch from the append pipeline: records with their IDs, in the same bytes as on disk.
 
     `lengths` (big-endian int32) and `record_crcs` (big-endian uint32) have one number per record.
     `records_crc` is the CRC-32 of all bytes in `records`. `stamp_ms` is the commit stamp; it never
     decreases in a partition. `locks` are the write and append locks of all records, big-endian
     int32; None if they are unknown. `distances` has one byte per lock: the distance of the lock's
-    record from `last`. It is empty for batches with too many records for one byte.
+    record from `last`. It is empty if the batch has so many records that a distance may not fit
+    into a byte.
     """
 
     first: TransactionId
@@ -84,7 +85,7 @@ class ReleaseOwnership:
 
 @value(frozen=True, slots=True)
 class SubmitToSession:
-    """Append a batch to the open session; its first ID follows the last submitted ID."""
+    """Append a batch to the open session. The batch begins after the last submitted ID."""
 
     session_id: SessionId
     batch: Batch
@@ -188,7 +189,7 @@ class ExpireArchive:
 
 @value(frozen=True, slots=True)
 class ReplaceArchivedObject:
-    """Replace an archived object that is corrupt or missing; the manifest lists it with these IDs.
+    """Replace the archived object `name` with the IDs first..last, which is corrupt or missing.
 
     `token` identifies the request, so the event may be sent again with the same token.
     """
@@ -290,8 +291,8 @@ class CloseReplica:
 class SessionOpened:
     """The session accepts appends from `high_water_mark + 1` on (H).
 
-    `follows_own_session`: the previous session also belonged to this machine, so no other owner can
-    have written in between. What the owner knows of the log up to its mark is still valid.
+    `follows_own_session`: the previous session also belonged to this machine. So no other owner can
+    have written in between, and what the owner knows of the log up to its own mark is still valid.
     """
 
     session_id: SessionId
@@ -305,10 +306,10 @@ class SessionOpened:
 class SessionSettled:
     """Of the IDs submitted to earlier sessions, those up to `committed_last` are in the log.
 
-    All later submitted IDs are lost: they are not in the log and never will be. With
-    `has_unknown_outcomes`, it is unknown whether they are in the log, because a part of the log no
-    longer exists or cannot be read now. `stamp_ms` is the last commit stamp of the log if another
-    owner may have written it; otherwise 0.
+    All later submitted IDs are lost: they are not in the log and never will be. But if
+    `has_unknown_outcomes` is set, it is unknown whether these IDs are in the log, because a part of
+    the log no longer exists or cannot be read now. `stamp_ms` is the last commit stamp of the log
+    if another owner may have written it; otherwise 0.
     """
 
     session_id: SessionId
@@ -331,7 +332,8 @@ class SessionClosed:
     """The session accepts no more appends.
 
     Submitted batches wait for the `SessionSettled` of the next session. `error_code`: if a
-    replica's rejection ended the session, the code of its error (`errors.py`); otherwise 0.
+    replica's rejection ended the session, the code of the rejection's error (`errors.py`);
+    otherwise 0.
     """
 
     session_id: SessionId

@@ -7,7 +7,8 @@ Rules (docs/design/correctness.md 2.1, C to E and G):
     1. A missing answer never means that a replica has no records. A replica without an answer, with
        an older session, or with a wiped or suspect disk is UNKNOWN for the whole session.
     2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
-    3. Otherwise the high-water mark is the highest ID that a quorum could have acknowledged.
+    3. If the unknown replicas are not a quorum, the high-water mark is the highest ID that a quorum
+       could have acknowledged.
     4. A partition is new only if its marker in ZooKeeper states so, and no replica that answers has
        records. The marker of a restored partition contains an archived mark, and the log begins
        after this mark. A replica may already have been reset to this beginning, by a session that
@@ -145,7 +146,7 @@ class Recovery:
 
     @property
     def newest_session(self) -> SessionId:
-        """The last session that has opened, according to ZooKeeper; no later one wrote batches."""
+        """The last opened session, according to ZooKeeper; no later session has written batches."""
         return max((state.session_id for state in self.states.values()), default=NO_SESSION)
 
     @property
@@ -199,11 +200,11 @@ class Recovery:
     def is_needed(self, replica: ReplicaId) -> bool:
         """Return whether a decision needs this replica.
 
-        It needs only the replicas that were engaged in the last session according to ZooKeeper.
-        Another replica may know of a later session that ZooKeeper has lost. But then a quorum of
-        the assignment has synced the appends of this later session. As long as the assignment is
-        the same, no session opens without one replica of this quorum, and that replica reports the
-        later session.
+        A decision needs only the replicas that were engaged in the last session according to
+        ZooKeeper. Another replica may know of a later session that ZooKeeper has lost. But then a
+        quorum of the assignment has synced the appends of this later session. As long as the
+        assignment is the same, no session opens without one replica of this quorum, and that
+        replica reports the later session.
         """
         return self.origin is not HistoryOrigin.RECORDED or replica in self.engaged
 

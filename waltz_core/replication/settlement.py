@@ -1,19 +1,20 @@
 """Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
-A new session settles the earlier ones before its first append. It requests the lineage (the list of
-batches with their sessions) of one engaged replica. The log of an engaged replica up to the
+A new session settles the earlier sessions before its first append: it requests the lineage (the
+list of batches with their sessions) of one engaged replica. The log of an engaged replica up to the
 high-water mark is the decided log. If this replica has lost the batches, the session queries the
 next replica.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     1. Batches of an earlier session are recognized by their session in the lineage, never by IDs.
     2. If another owner may have written the log, commit stamps continue from the last stamp in the
-       log, even if this server's clock is behind it.
-    3. A batch that a replica has reconstructed has neither session nor stamp. So it does not prove
-       that a batch of a session is missing from the log.
+       log, even if this server's clock is behind this stamp.
+    3. A batch that a replica has reconstructed has neither session nor stamp. So a reconstructed
+       batch does not prove that a batch of a session is missing from the log.
     4. If the batches in doubt have expired from the archive, their outcome is unknown (AR 15 of
-       decision 047). It is also unknown if only the archive has these batches and no engaged
-       replica can read them there now, because the partition does not wait for an object store.
+       decision 047). Their outcome is also unknown if only the archive has these batches, and no
+       engaged replica can read them there now. The reason: the partition does not wait for an
+       object store.
 """
 
 from collections.abc import Sequence
@@ -117,8 +118,8 @@ class Settlement:
     def on_batches_unreadable(self, error: WaltzError, now_ms: int) -> bool:
         """A replica cannot return the batches in doubt (rule 4); return False for other errors.
 
-        No replica has expired batches, so the outcome is unknown at once. Other batches are
-        requested from the next replica.
+        If the batches in doubt have expired, no replica has them, so their outcome is unknown at
+        once. If they have not expired, they are requested from the next replica.
         """
         in_doubt = self._claim.in_doubt
         if self._stamp_ms is None or in_doubt is None:

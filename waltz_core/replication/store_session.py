@@ -13,7 +13,7 @@ Rules (docs/design/correctness.md 2.1, letters C to K):
     6. The session ends when it loses an engaged replica, or a replica that ZooKeeper may have
        recorded as engaged (K). The loss of any other replica does not end the session.
     7. A slow replica blocks nothing, and has no time limit for joining. It gets batches from
-       memory, and older ones from another replica's log. But until earlier sessions are settled,
+       memory, and older batches from another replica's log. But until earlier sessions are settled,
        every replica must answer within `answer_ms_max`.
 """
 
@@ -107,7 +107,7 @@ class EndCause(Enum):
 class SessionEnd(NamedTuple):
     """Why a session ended, with the replica at fault and the session that it has promised, if any.
 
-    `is_final`: the owner must not try another session, even if the replicas of the other session do
+    `is_final`: the owner must not claim another session, even if the replicas of that session do
     not report this problem.
     """
 
@@ -224,7 +224,7 @@ class StoreSession:
             archive_at_ms = self._archiver.wake_at_ms
             if archive_at_ms is not None:
                 times.append(archive_at_ms)
-        # These times affect only `states_to_write`. Every step evaluates it, so past times are
+        # These times affect only `states_to_write`, which every step calls. So past times are
         # omitted.
         opening_times = [*self.claim.excluded_until_ms.values()]
         if self._quorum_since_ms is not None and self.window is None:
@@ -413,7 +413,7 @@ class StoreSession:
         return None if is_writing or self.ending is not None else self._archiver.mark_to_write
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
-        """Return the marked replicas; with `now_ms`, omit those that are left out at this time."""
+        """Return the marked replicas; with `now_ms`, without replicas excluded at that time."""
         excluded_until_ms = self.claim.excluded_until_ms
         return [
             peer.replica
@@ -505,7 +505,7 @@ class StoreSession:
         """Whether a replica may take any time to answer.
 
         Until the session is settled, every replica has a timeout. Later, a replica that has
-        answered PREPARE has none: if it were dropped, each of its returns would end the session.
+        answered PREPARE has no timeout: each return of a dropped replica would end the session.
         """
         return self.is_settled and peer.stage in _PREPARED_STAGES
 
@@ -591,7 +591,7 @@ class StoreSession:
         return True
 
     def _on_mark_checked(self) -> None:
-        """A log was compared with the recorded archived mark: settle, or end the session."""
+        """Settle or end the session, after a log was compared with the recorded archived mark."""
         if self._archiver.contradiction is not None:
             self.end(SessionEnd(EndCause.REJECTED, self._archiver.contradiction))
         else:
@@ -744,7 +744,7 @@ class StoreSession:
         self._settle_if_done()
 
     def _settle_if_done(self) -> None:
-        """Settle the session if the earlier ones have outcomes and the archive matches the log."""
+        """Settle the session if earlier sessions have outcomes and the archive matches the log."""
         assert self._settlement is not None
         is_done = self._settlement.outcome is not None and self._archiver.is_checked
         if is_done and not self.is_settled:

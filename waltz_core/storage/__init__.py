@@ -38,8 +38,8 @@ were never acknowledged.
 Known limit: the last group of appends that was synced before a crash may be after all these bytes.
 If the group is corrupted on the disk before the next start, it looks like a torn tail. The storage
 truncates it, and the replica is not suspect. This loses no acknowledged transaction if a quorum of
-*other* replicas has the group. But if this replica belonged to the quorum that acknowledged the
-group, fewer other replicas may have it, and the next recovery may decide on a log without it. For
-example, only A and B of three replicas have ID 7, and A truncates it. If all three replicas answer,
-the recovery decides that the log ends at ID 6 (docs/guarantees.md 1).
+*other* replicas has the group. But this replica may have belonged to the quorum that acknowledged
+the group. Then fewer other replicas may have the group, and the next recovery may decide on a log
+without the group. For example, only A and B of three replicas have ID 7, and A truncates it. If all
+three replicas answer, the recovery decides that the log ends at ID 6 (docs/guarantees.md 1).
 """

@@ -46,7 +46,7 @@ class Descriptors:
         self._idle_files.pop(file, None)
 
     def end_use(self, file: DescriptorHolder, *, is_kept: bool) -> None:
-        """End the use of a file; unless `is_kept`, it may then be closed for another file."""
+        """End the use of a file. Unless `is_kept`, the file may then be closed for another file."""
         if not is_kept:
             self._idle_files[file] = None
         self._close_idle(0)

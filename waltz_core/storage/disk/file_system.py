@@ -17,8 +17,8 @@ Rules:
        file (`is_best_effort`) is never synced, and may be closed at any time, because its errors do
        not matter.
     6. If a thread closes a file while another thread uses it, the descriptor is closed when that
-       use has ended. Otherwise the system could give the descriptor's number to another file in the
-       meantime, and the other thread would read or write the wrong file.
+       use has ended. If the descriptor were closed earlier, the system could give its number to
+       another file, and the other thread would read or write the wrong file.
     7. `prefetch` is a hint: the system reads the named bytes from the disk ahead of time, many at
        a time. Correctness does not depend on it.
     8. If a block is unreadable, a write to a part of the block fails, too, because the system must
@@ -29,7 +29,7 @@ Rules:
        (`page_cache.py`).
    10. A read from the page cache does not show that the bytes on the disk are wrong. So before a
        read that looks for damage, the storage drops the bytes from the page cache (`drop_cached`;
-       `page_cache.py`, rule 4). This is a hint, too.
+       `page_cache.py`, rule 4). `drop_cached` is a hint, too.
 """
 
 import ctypes
@@ -66,8 +66,8 @@ _LOST_BYTES_ERRORS: Final = {
 }
 _READ_RETRY_S: Final = 0.5
 OPEN_FILES_MAX: Final = 64
-# `prefetch` requests files up to this size completely. Of larger files, it requests the following
-# bytes at the beginning and at the end.
+# `prefetch` requests files up to this size completely. In larger files, it requests only the
+# following numbers of bytes at the beginning and at the end.
 _SMALL_FILE_BYTES: Final = 64 * 1024
 _BEGINNING_BYTES: Final = 4 * 1024
 _END_BYTES: Final = 16 * 1024
@@ -180,8 +180,8 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
     """Create files with their complete content, durably, and replace older files (rule 4).
 
     After a crash, some of the files may be missing, or have only their temporary names. If the last
-    file has its final name, all other files have theirs, too: the directory is synced before the
-    last rename.
+    file has its final name, all other files have their final names, too: the directory is synced
+    before the last rename.
     """
     temporary_paths = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
     for path, (_, content) in zip(temporary_paths, files, strict=True):
@@ -347,7 +347,7 @@ class RealFile:
             self._end_use()
 
     def discard_unreadable(self, offset: int, size: int) -> bool:
-        """Punch out unreadable blocks at the ends of a range; leave other blocks unchanged.
+        """Punch out the first and the last block of a range if they are unreadable; no others.
 
         If the file system does not support this, the blocks stay and the next write fails.
         """
@@ -441,7 +441,7 @@ class RealFile:
             self._end_use()
 
     def close(self) -> None:
-        """Close the file; if another thread uses it, it is closed when that call ends (rule 6)."""
+        """Close the file; if another thread uses it, the end of that use closes it (rule 6)."""
         try:
             with self._descriptors.lock:
                 self._is_closed = True
@@ -509,7 +509,7 @@ def _is_readable(fd: int, offset: int) -> bool:
 
 
 def _punch_hole(fd: int, offset: int) -> None:
-    """Punch a block out of a file, whose size stays; do nothing if this is unsupported."""
+    """Punch a block out of a file, and keep the file's size; do nothing if this is unsupported."""
     fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
     if fallocate is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
         fallocate(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
@@ -595,7 +595,8 @@ class RealDisk:
     def _sync_existing(self, directory: Path) -> None:
         """Sync a directory, unless this process may not read it.
 
-        A process can read the directories that it has created, so it has not created this one.
+        A process can read each directory that it has created. So this process has not created the
+        unreadable directory.
         """
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)

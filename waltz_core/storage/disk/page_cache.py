@@ -4,10 +4,11 @@ This file only computes offsets. The result is a hint to the system: no byte of 
 it.
 
 Rules:
-    1. Synced bytes that are more than `kept_bytes` before the end of the file are dropped.
-       Otherwise a log fills all memory with pages that are hardly ever read again. On some virtual
-       machines, the host provides a page only when it is first used. There, a copy into a new page
-       costs ten times as much as a copy into a page that was used before (docs/decisions/024).
+    1. Synced bytes that are more than `kept_bytes` before the end of the file are dropped. Without
+       this rule, a log would fill all memory with pages that are hardly ever read again. On some
+       virtual machines, the host provides a page only when it is first used. There, a copy into a
+       new page costs ten times as much as a copy into a page that was used before
+       (docs/decisions/024).
     2. Bytes before the first byte that this process has written are never dropped: other processes
        may need them.
     3. Pages are dropped in large steps, so that small appends have no additional cost.

@@ -4,8 +4,9 @@ An append, a repair and the opening of a log check bytes from different sources.
 these checks, so that a batch is valid for all of them or for none.
 
 Rules:
-    1. A batch is valid if all its records exist and are valid, and the chain hash in its entry
-       follows from the previous chain hash and the CRCs of the records.
+    1. A batch is valid if all its records exist and are valid, and if the chain hash in its entry
+       is right. This chain hash must follow from the previous chain hash and the CRCs of the
+       records.
     2. This code changes nothing. The caller decides what to do with an invalid batch.
     3. A batch with the session `RECONSTRUCTED` replaces a batch whose entry was lost. Its chain
        hash and the chain hash of the next batch prove nothing about the records of these batches.
@@ -108,7 +109,8 @@ def check_repaired(
 ) -> tuple[IdRange, ...]:
     """Check the chain hashes of the repaired batches that have no damage left; return new damage.
 
-    New damage is a wrong record in the batch of a repaired record. It is repaired separately.
+    New damage is a wrong record in the batch of a repaired record. This wrong record is repaired
+    separately.
 
     Raises:
         ChecksumMismatch: the records do not belong to the batch.

@@ -17,9 +17,9 @@ Rules:
        lost. So the caller is notified (`has_lost_newer_slot`). A slot with an even sequence belongs
        in block 1, and a slot with an odd sequence in block 0. A slot in the wrong block, or of
        another partition, is invalid.
-    5. The control file is created only in a directory without partitions. It states which
-       partitions the storage holds, and their sessions and marks. These would be lost if a new file
-       replaced a missing one.
+    5. The control file is created only in a directory without partitions. The control file states
+       which partitions the storage holds, and their sessions and marks. If a new file replaced a
+       missing control file, this state would be lost.
     6. Bytes that an earlier process has written may be readable, but not durable. If a sync of that
        process failed, another sync would succeed and do nothing. So the same bytes are written
        again and synced before they are trusted.
@@ -166,7 +166,7 @@ class ControlFile:
         return self.info(partition_id)
 
     def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
-        """Write the copies that are not current; once durable, they are current (rule 1)."""
+        """Write and sync the copies that are not current; then they are current (rule 1)."""
         next_infos = {
             partition_id: info._replace(sequence=self.info(partition_id).sequence + 1)
             for partition_id, info in infos.items()
@@ -280,8 +280,8 @@ def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
 class SlotFile:
     """The two slots of a partition; `slot` is the current slot.
 
-    `slot` is durable, except directly after the opening: it was read, but may not be durable.
-    `older_slot` is the slot that a crash may make current again; None if there is none.
+    `slot` is durable after the first write. Before that, it was read from the disk, but may not be
+    durable. `older_slot` is the slot that a crash may make current again; None if there is none.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ Rules (docs/design/correctness.md 2.4, row 9):
        available space, and at most `UNCHECKED_BYTES_MAX`, before the next query. If another process
        fills the disk in the meantime, a write fails for lack of space, and the caller calls
        `note_shortage`.
-    5. Only one thread at a time may change the reserve. Otherwise one thread might release the
-       reserve while another thread fills it, and `DiskSpace` would treat the reserve as filled.
+    5. Only one thread at a time may change the reserve. If two threads could change it, one thread
+       might release the reserve while the other thread fills it, and `DiskSpace` would treat the
+       reserve as filled.
     6. The rate at which the disk fills is measured over the last day: an average since the start
        would include the time before old segments were removed.
 """

@@ -49,7 +49,7 @@ _CRC = struct.Struct(">I")
 
 
 def with_crc(body: bytes, before: int = 0) -> bytes:
-    """Return the bytes followed by their CRC-32 (rule 4), which continues the CRC `before`."""
+    """Return the bytes and then their CRC-32 (rule 4). The CRC continues the CRC `before`."""
     return body + _CRC.pack(crc32(body, before))
 
 
@@ -276,8 +276,9 @@ def first_id_in_name(name: str) -> TransactionId | None:
 # batch. Any other wrong entry makes the replica suspect. No entry crosses a sector boundary.
 #
 # The CRC of an entry also covers the header of its segment and the number of the entry in the file.
-# So if a disk has written other bytes to the place of an entry, a reader rejects them, even if they
-# are an entry of another file, or a record (a record also ends with its CRC).
+# So if a disk has written other bytes to the place of an entry, a reader rejects these bytes. This
+# also holds if the bytes are an entry of another file, or a record (a record also ends with its
+# CRC).
 
 LINEAGE_HEADER: Final = ByteLayout(
     *_SEGMENT_FIELDS,
@@ -467,9 +468,10 @@ class Promise(NamedTuple):
 
     See docs/design/correctness.md 2.4.
 
-    A replica that has lost its promise creates a new one: for the session after the latest session
-    that it has seen, with a nonce that no owner has. So the replica rejects all sessions up to this
-    one, because the lost promise may have been for any of them.
+    If a replica has lost its promise, it creates a new promise. The new promise is for the session
+    after the latest session that the replica has seen, and has a nonce that no owner has. So the
+    replica rejects all sessions up to the newly promised session. The reason: the lost promise may
+    have been for any of these sessions.
     """
 
     session_id: SessionId = NO_SESSION
@@ -477,7 +479,7 @@ class Promise(NamedTuple):
 
     @classmethod
     def after_loss(cls, seen: SessionId) -> Self:
-        """Return the promise of a replica that lost its own and has seen sessions up to `seen`."""
+        """Return the new promise of a replica that lost its promise after sessions up to `seen`."""
         return cls(SessionId(seen + 1), _LOST_NONCE)
 
     @property
@@ -491,7 +493,7 @@ class Promise(NamedTuple):
         return SessionId(self.session_id - 1) if self.is_after_loss else self.session_id
 
     def at_least(self, session_id: SessionId) -> "Promise":
-        """Return this promise, or a promise of a later session whose nonce is not known."""
+        """Return this promise if it is for `session_id` or later; else a new one, without nonce."""
         return self if self.session_id >= session_id else Promise(session_id)
 
 

@@ -31,7 +31,7 @@ def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, .
 
 
 def remove_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
-    """Remove IDs from the ranges; return them unchanged if there would be too many ranges."""
+    """Remove IDs from the ranges; if too many ranges would remain, return the ranges unchanged."""
     remaining: list[IdRange] = []
     for first, last in damaged:
         before = IdRange(first, min(last, TransactionId(removed.first - 1)))

@@ -5,9 +5,9 @@ trusts only the blocks that match the log (`waltz_core/records/lock_blocks.py`).
 synced, their descriptors may be closed at any time, and their errors are not reported.
 
 Rules:
-    1. There are two files. Blocks are appended to the newer file. When it is full, it replaces the
-       older file, and a new file begins. So at least the newest `file_bytes_max` bytes are
-       available, and the files use hardly more than twice as many bytes.
+    1. There are two files. Blocks are appended to the newer file. When the newer file is full, it
+       replaces the older file, and a new file is begun. So at least the newest `file_bytes_max`
+       bytes are available, and the two files together use hardly more than twice `file_bytes_max`.
     2. After an error, the files are neither written nor read until the log is opened again.
     3. The files are opened when the first block is appended or read.
 """

@@ -11,9 +11,9 @@ Rules:
        records follow it up to this position, without a gap. If no candidate is at such a position,
        the first candidate wins.
     3. Some bytes may be unreadable on the disk. If the search decides where a torn tail is
-       truncated, they are an error. In all other searches, they are treated as a hole
-       (`PartlyReadableFile`), but only if the index can be read. Without the index, a candidate
-       after the hole may be inside a record's data.
+       truncated, unreadable bytes are an error. In all other searches, unreadable bytes are treated
+       as a hole (`PartlyReadableFile`), but only if the index can be read. Without the index, a
+       candidate after the hole may be inside a record's data.
 """
 
 from collections.abc import Iterator
@@ -191,7 +191,7 @@ class HoleSearch:
             ReadFailed: neither all records nor their index can be read.
         """
         if self._starts is None:
-            # Use the index as it was: records found after a hole are written into the index.
+            # Read the index once, before the caller writes records after a hole to the index.
             self._starts_first_id = TransactionId(hole_first_id + 1)
             has_disk_errors = (
                 isinstance(self._file, PartlyReadableFile) and self._file.has_unreadable
@@ -212,7 +212,8 @@ class HoleSearch:
         if record is None:
             return None
         if not record.is_confirmed:
-            # The search of the whole file has confirmed no record, so it is not repeated.
+            # The search of the whole file has confirmed no record. Later searches do not try this
+            # again.
             self._starts = _NO_OFFSETS
         return record.transaction_id, record.offset
 

@@ -7,11 +7,11 @@ Rules:
     1. A segment exists when its `.seg` file has its final name. `.idx` and `.chn` receive their
        final names before `.seg`.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are not a record are damage, and stay, if these bytes or later bytes are known to
-       have been synced. Otherwise they are a torn tail (docs/design/correctness.md 2.5). The acked
-       marker, a later segment and the entry of a later batch show which bytes were synced. A valid
-       record does not show that the bytes before it were synced, because a crash may leave any
-       sectors of unsynced data on the disk.
+    3. If bytes are not a record, and these bytes or later bytes are known to have been synced, the
+       bytes are damage, and stay. All other bytes that are not a record are a torn tail
+       (docs/design/correctness.md 2.5). The acked marker, a later segment and the entry of a later
+       batch show which bytes were synced. A valid record does not show that the bytes before it
+       were synced, because a crash may leave any sectors of unsynced data on the disk.
     4. Damaged records keep their offsets in the index, so that a repair can write the records to
        the same place. To find the end of damage, the search uses the index first
        (`record_search.py`).
@@ -64,8 +64,8 @@ Buffer = bytes | memoryview
 class SegmentRecovery(NamedTuple):
     """The result of `Segment.recover`.
 
-    `damaged` has the ranges of unreadable IDs. `has_lost_ids` states that IDs are missing that are
-    known to have been synced.
+    `damaged` has the ranges of unreadable IDs. `has_lost_ids` states that IDs are missing although
+    they are known to have been synced.
     """
 
     damaged: tuple[IdRange, ...]
@@ -171,7 +171,8 @@ class Segment:
     def _open_index(self) -> File:
         """Open the `.idx` file; create an empty one if it is missing or belongs to another segment.
 
-        If only its first block is lost, the rest is kept: it may have offsets of damaged records.
+        If only the first block of the file is lost, the other blocks are kept: they may have
+        offsets of damaged records.
         """
         path = self._path(".idx")
         if self._disk.exists(path):
@@ -244,12 +245,12 @@ class Segment:
                     lineage.close()
 
     def forget(self) -> None:
-        """Never sync these files again: after a failed sync, another one would wrongly succeed."""
+        """Never sync these files again: after a failed sync, another sync would wrongly succeed."""
         self._records_dirty = self._lineage_dirty = False
         self.close()
 
     def copy_index(self, synced: TransactionId) -> None:
-        """Write the index to a new file, durably; the sync of the old file may have failed.
+        """Write the index to a new file, durably, because a sync of the old file may have failed.
 
         The old index was synced up to the ID `synced`. The offsets after this ID are computed from
         the records, because the system may have dropped index pages that a failed sync has not
@@ -297,7 +298,7 @@ class Segment:
         self.next_id = TransactionId(self.next_id + count)
 
     def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Append entries of batches without a sync; they store `synced`, the last durable ID."""
+        """Append entries of batches without a sync; each contains `synced`, the last durable ID."""
         if entries:
             self._lineage_dirty = True
             self.lineage.append(entries, synced)
@@ -385,10 +386,11 @@ class Segment:
     ) -> None:
         """Write all bytes from an ID on again, and sync them.
 
-        A sync alone is not enough: the page cache may treat lost pages as clean. The index is
-        rewritten from `index_rewrite_first` on if this ID is lower, because a sync of the index may
-        have failed separately. If `syncs_all` is False, records and index were synced earlier, and
-        are synced again only if the opening has changed them.
+        A sync alone is not enough: the page cache may treat lost pages as clean. If
+        `index_rewrite_first` is lower than `first`, the index is rewritten from
+        `index_rewrite_first` on, because a sync of the index may have failed separately. If
+        `syncs_all` is False, records and index were synced earlier, and are synced again only if
+        the opening has changed them.
         """
         file, index, lineage = self._open_files()
         if first < self.next_id:
@@ -465,7 +467,8 @@ class Segment:
     ) -> tuple[TransactionId, int]:
         """Return the ID and the offset of the record with which a scan must begin.
 
-        This is the record of the given ID, or, if the index is wrong there, the segment's first.
+        This is the record of the given ID. If the index is wrong there, the scan begins with the
+        segment's first record.
         """
         if self.first < transaction_id < self.next_id:
             start = self.index.try_read(transaction_id - self.first, 1)
@@ -474,7 +477,7 @@ class Segment:
         return self.first, SEGMENT_HEADER_BYTES
 
     def has_correct_index(self, transaction_id: TransactionId) -> bool:
-        """Return whether the index and the record of an ID agree on its beginning and end."""
+        """Return whether the index and the record of an ID agree on the record's bounds."""
         start, end = self.bounds(transaction_id, transaction_id).tolist()
         file = self._open_files()[0]
         return bool(record_end(file, start, transaction_id, self.size_bytes) == end)
@@ -485,13 +488,14 @@ class Segment:
         """Read records from `start_id` on, repair the index, and truncate a torn tail (rule 3).
 
         `last_synced` is the last ID that is known to have been synced. In the last segment, the
-        acked marker or an entry states it. In the other segments, it is the ID before the next
-        segment. Raises MissingSegment if more records are missing than fit into one file.
+        acked marker or a batch entry states this ID. In the other segments, this ID is the last one
+        before the next segment. Raises MissingSegment if more records are missing than fit into one
+        file.
         """
         file, index, _ = self._open_files()
         file_size = file.size()
         # The tail of the last segment may be truncated. A failed read does not prove that the tail
-        # is torn, so it raises an error.
+        # is torn, so a failed read raises an error.
         reader = file if is_last else PartlyReadableFile(file)
         start_id, offset = self._start_of(start_id, reader)
         stop_id = None if is_last else TransactionId(last_synced + 1)
@@ -536,8 +540,9 @@ class Segment:
     def _index_hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
         """Write the IDs of a hole to the index, and return the hole.
 
-        Each ID keeps its offset in the old index; if this is not plausible, all IDs point to the
-        beginning of the hole. Raises MissingSegment if one file cannot have had so many records.
+        Each ID keeps its offset in the old index. If the old offsets are not plausible, all IDs get
+        the offset at which the hole begins. Raises MissingSegment if one file cannot have had so
+        many records.
         """
         position, count = hole.first - self.first, hole.last - hole.first + 1
         if count > HOLE_IDS_MAX:

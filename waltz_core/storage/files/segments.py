@@ -55,8 +55,8 @@ _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 class LostBatches(NamedTuple):
     """Unreadable entries in a segment, from a position on.
 
-    `ids` are the IDs of the batches of these entries and of the next batch. A single entry may be
-    rebuilt if another entry follows it (`is_provable`).
+    `ids` are the IDs of the batches of these entries and of the next batch. `is_provable` is set if
+    only one entry is unreadable and another entry follows it: then the entry may be rebuilt.
     """
 
     segment_index: int
@@ -167,7 +167,7 @@ class Segments:
         """
         with suppress(DiskFailed):
             # This sync is not trusted, but it may make the truncation durable. Waltz 0.13 needs the
-            # truncation: it fails if a file has bytes after the ID where the next segment begins.
+            # truncation: 0.13 fails if a file has bytes after the ID where the next segment begins.
             self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
@@ -191,7 +191,7 @@ class Segments:
         self.current.sync_index()
 
     def truncate(self, last_to_keep: TransactionId, shortened: LineageEntry | None) -> None:
-        """Remove records and batches after an ID; `shortened` is the last batch's new entry.
+        """Remove records and batches after an ID; `shortened` is the entry of a shortened batch.
 
         The method does not sync, but removed segments stay removed. The call may be repeated.
         """
@@ -324,9 +324,10 @@ class Segments:
     def _repair_batches(self, index: int, low: int, high: int) -> None:
         """Rebuild the entries at positions low..high-1, whose neighbors are readable.
 
-        A single entry can be reconstructed from the chain hash of the next entry, except for its
-        stamp. It receives the stamp of the preceding entry. If several entries are lost, their
-        bounds are lost, and their chain hashes will differ from those of other replicas.
+        A single entry can be reconstructed from the chain hash of the next entry. Only the entry's
+        stamp cannot: it is replaced by the stamp of the preceding entry. If several entries are
+        lost, the bounds of their batches are lost, and the new chain hashes differ from those of
+        other replicas.
         """
         lineage = self.all[index].lineage
         if high == lineage.count:
@@ -498,8 +499,8 @@ class Segments:
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
         """Return the batches that overlap first..last, and the chain hash before them.
 
-        If there are more than `entries_max`, the newest are returned. If there are none, the chain
-        hash is the one at the end of the log.
+        If there are more than `entries_max`, the newest are returned. If there are no batches, the
+        chain hash is that at the end of the log.
 
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong, or in the wrong place.

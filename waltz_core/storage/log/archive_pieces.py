@@ -76,7 +76,7 @@ class ArchiveRead(NamedTuple):
 class RetentionPiece(NamedTuple):
     """A request to measure a log.
 
-    If `removes_oldest` is set, the oldest segment is removed first, if `archived` allows it.
+    If `removes_oldest` is set and `archived` permits it, the oldest segment is removed first.
     """
 
     archived: AckedMarker | None
@@ -86,9 +86,9 @@ class RetentionPiece(NamedTuple):
 class LogSize(NamedTuple):
     """The size of a log's segments, and the state of the oldest segment.
 
-    `oldest_age_ms` is the age of the newest batch in the oldest segment, 0 if it has no commit
-    stamp. `is_removable` states that the archive contains this segment. `has_removed` states that
-    the piece removed a segment.
+    `oldest_age_ms` is the age of the newest batch in the oldest segment, 0 if this batch has no
+    commit stamp. `is_removable` states that the archive contains this segment. `has_removed` states
+    that the piece removed a segment.
     """
 
     size_bytes: int
@@ -138,7 +138,7 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
 
 
 def retain(log: PartitionLog, piece: RetentionPiece) -> LogSize:
-    """Remove the oldest segment if the piece requests it and it is allowed (rule 3).
+    """Remove the oldest segment if the piece requests this and rule 3 permits it.
 
     Return the size of the log afterwards.
 

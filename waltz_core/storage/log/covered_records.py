@@ -3,8 +3,8 @@
 Waltz 0.13 writes records without batches. When this version opens such a log, it adopts the
 records: it creates batches from their IDs (`log_recovery.py`, rule 4). If replicas were not in sync
 when 0.13 stopped, they may have the same records in different batches. An owner then finds
-different chain hashes. It truncates the log of one replica to the last batch end that both replicas
-have, and copies the records from there.
+different chain hashes. The owner truncates the log of one replica to the last batch end that both
+replicas have, and copies the records after this end.
 
 If this truncation removed the records, a trusted replica would end below the records that it has
 acknowledged. Until the records are copied, a second owner might use the shorter log to determine
@@ -56,7 +56,7 @@ I64 = npt.NDArray[np.int64]
 class CoveredRecords:
     """Covers and uncovers records of one log; `LogFiles.covered_end` is the reported end.
 
-    `reopen` opens the log's files as at a start of the process, which creates batches.
+    `reopen` opens the log's files like a start of the process. This opening creates batches.
     """
 
     def __init__(self, files: LogFiles, reopen: Callable[[], tuple[Segments, SlotFile]]) -> None:
@@ -110,8 +110,8 @@ class CoveredRecords:
     def uncover(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> bool:
         """Append batches whose records equal the covered records; return False if they differ.
 
-        Only the batches, and records after the covered ones, are written. Raises DiskFailed if a
-        write failed.
+        Only the batches, and the records after the covered records, are written. Raises DiskFailed
+        if a write failed.
         """
         files = self._files
         first = TransactionId(files.last_id + 1)

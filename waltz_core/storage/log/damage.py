@@ -7,13 +7,14 @@ Rules:
        range.
     2. Only records whose own checksum and ID are valid are written, and only into known damage.
     3. The damage is removed from the slot last. Before that, the chain hash of each batch without
-       further damage is verified, because a record with the right ID may belong to another history.
-       If the verification finds another wrong record in the batch, this record is noted as damaged,
-       and the repair is kept.
-    4. If the entry of a batch is unreadable, too, only the chain hash of the next batch can prove
-       the content of the entry. So the owner must send the records of this batch, and then the
-       records of the next batch. If several consecutive entries are lost, or the last entry of a
-       segment, nothing proves their content, and the repair is rejected.
+       further damage is verified, because a record with the right ID may belong to a log that has
+       diverged. If the verification finds another wrong record in the batch, this record is noted
+       as damaged, and the repair is kept.
+    4. If the lineage entry of a batch is unreadable, too, only the chain hash of the next batch can
+       prove the content of the entry. So the owner must send the records of this batch, and then
+       the records of the next batch. If several consecutive entries are lost, or if the last entry
+       of a segment is lost, nothing proves the content of these entries, and the repair is
+       rejected.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def repair_damage(
     """Write valid records into a damaged range, durably; return the ranges that are still damaged.
 
     Raises:
-        BadRequest: `first` does not begin a damaged range, or the records go beyond it.
+        BadRequest: `first` does not begin a damaged range, or the records go beyond this range.
         ChecksumMismatch: the CRC of a record or the chain hash of its batch does not match.
         BadFormat: the records do not have the size of the damaged bytes.
     """

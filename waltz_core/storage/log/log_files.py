@@ -1,8 +1,8 @@
 """The files of one partition's log: writes, syncs, and the state after a failure.
 
 `PartitionLog` decides on all writes, and `LogFiles` executes them. `LogFiles` also tracks the
-reported end of the log. This end is before the end of the records while records are covered
-(`covered_records.py`).
+reported end of the log. While records are covered (`covered_records.py`), the reported end is
+before the end of the records.
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
@@ -111,8 +111,8 @@ class LogFiles:
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
-            # A truncation removes the part that did fit. The session ends, but the disk has not
-            # failed.
+            # A part of the append may be written: a truncation removes it. The session ends, but
+            # the disk has not failed.
             self._truncate_to(*log_end_before)
             raise
         except DiskFailed as error:
@@ -147,7 +147,7 @@ class LogFiles:
         """Begin a new segment, in the middle of an append of the batches `entries`.
 
         `end` is the end of the last batch before `entries`. Return the entries of the batches that
-        do not end in the old segment, and the end of the last batch that ends there. This method
+        end after the old segment, and the end of the last batch in the old segment. This method
         reads nothing, because corrupt bytes must not interrupt the append.
         """
         last = self.segments.last_id
@@ -191,14 +191,14 @@ class LogFiles:
     def mark_acked(self) -> None:
         """Move the acked marker to the last synced ID, durably (rule 2).
 
-        The marker does not move after a failure. It also does not move while records are covered,
-        because `covered_records.py` has set it.
+        The marker does not move after a failure. The marker also does not move while records are
+        covered, because `covered_records.py` has set it.
         """
         if self.covered_end is not None:
             return
         self._unmarked_since_ms = 0
-        # After a failed sync of the index, another sync would wrongly succeed. A truncation that
-        # found no space has set the marker already.
+        # After a failure, the marker stays: after a failed sync of the index, another sync would
+        # wrongly succeed, and a truncation that found no space has set the marker already.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
             self.sync_index()
             marker = AckedMarker(self.synced_max, self.synced_chain)
@@ -317,8 +317,8 @@ class LogFiles:
             self.synced_max = last
         try:
             if self.slot.acked.transaction_id > last:
-                # A new segment has moved the marker beyond this truncation; the records there were
-                # not acknowledged.
+                # When a new segment began, the marker moved above `last`. The records above `last`
+                # were not acknowledged.
                 self.write_slot(replace(self.slot, acked=AckedMarker(last, chain)))
             self.segments.truncate(last, None)
         except WaltzError as error:  # also ChecksumMismatch: the index may be wrong

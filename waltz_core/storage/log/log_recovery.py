@@ -9,15 +9,17 @@ Rules:
        are damage. If they are missing, the replica is suspect. These bytes end at the acked marker,
        the greatest synced ID in a batch entry, or the last batch in the older segments, whichever
        is last. (A *synced ID* is the last ID that was durable when the entry was written.)
-    3. After these bytes, a record belongs to the log if its batch is complete, has an entry, and
-       matches the hash chain. All other bytes were never acknowledged, because a crash may leave
-       any sectors of unsynced data on the disk. They are truncated, unless this opening creates
-       batches for them. For an exception, see "Known limit" in `waltz_core/storage/__init__.py`.
+    3. After these synced bytes, a record belongs to the log if its batch is complete, has an entry,
+       and matches the hash chain. All other bytes were never acknowledged: a crash may leave any
+       sectors of unsynced data on the disk. The other bytes are truncated, unless this opening
+       creates batches for them. For an exception, see "Known limit" in
+       `waltz_core/storage/__init__.py`.
     4. Waltz 0.13 writes records without batches. To *adopt* records is to create batches for them.
-       The opening adopts records in three cases:
+       An opening adopts records in three cases:
        - Waltz 0.13 has written to the directory after this version. The replica is not suspect. The
          sequence in the control file shows that 0.13 has written. If a crash came between the
-         writes of the slot and of the control file, the session shows it.
+         writes of the slot and of the control file, the session in the control file shows that 0.13
+         has written.
        - An owner has left records without batches (`UNBATCHED`).
        - An earlier version of this storage has received the records from 0.13 servers. If such a
          server has set a provisional mark, the mark is kept without its session
@@ -25,29 +27,29 @@ Rules:
        In the last two cases, the slot is the newest state, and its marker is trusted.
        Adopted batches have up to 1024 IDs, and the same bounds on all replicas. The bounds depend
        only on IDs, record lengths and the low-water mark of 0.13, however often the log was opened
-       in between. If an earlier adoption has created batches with other bounds, they are created
-       again.
+       in between. If an earlier adoption has created batches with other bounds, these batches are
+       created again.
        0.13 ignores batches and intents. So an intent that is older than the writes of 0.13 is
        dropped, and batches above the slot's mark must match the records. The session and mark of
        0.13 are written to the slot last, when all records have batches. 0.13 has no marker, so its
        records up to the last complete record count as synced.
     5. If only one slot is valid, it may be the older slot, and a promise may be lost. So the
-       replica is suspect. It rejects all sessions that the directory has seen, and the next
-       session: after session 6, it rejects sessions up to 7. This is made durable before anything
-       else is written, because the next opening finds two valid slots again, and no sign of the
-       loss. The older slot does not show which version wrote last, either: an apparent write of
-       0.13 may be a write of this version.
-    6. The state "suspect" is made durable before the evidence for it is repaired. Otherwise a crash
-       in between would leave files without any sign of an error.
+       replica is suspect. The replica rejects all sessions that the directory has seen, and the
+       next session. Example: after session 6, it rejects sessions up to 7. This state is made
+       durable before anything else is written, because the next opening finds two valid slots
+       again, and no sign of the loss. The older slot also does not show which version wrote last:
+       an apparent write of 0.13 may be a write of this version.
+    6. The state "suspect" is made durable before the evidence for it is repaired. In the opposite
+       order, a crash in between would leave files without any sign of an error.
     7. Bytes that a killed process has written may be readable, but not durable. So these bytes and
        the file names are synced before they are trusted. Bytes that no marker or entry covers are
        also written again before the sync. The reason: after a failed sync, the page cache may
        contain bytes that the disk does not have, and treats them as clean. For an index, only the
        marker shows which bytes are durable.
-    8. A log and its promise are lost if its directory is missing or empty, although the control
-       file has a session of the partition. The new log is empty and suspect, and rejects sessions
-       as in rule 5. The first slot of the new log contains this state. If a log is deleted on
-       purpose, the control file is cleared first (`removal.py`).
+    8. If the directory of a partition is missing or empty, although the control file has a session
+       of the partition, the log and its promise are lost. The new log is empty and suspect, and
+       rejects sessions as in rule 5. The first slot of the new log contains this state. If a log is
+       deleted on purpose, the control file is cleared first (`removal.py`).
     9. A storage may open a thousand logs, so an opening omits unnecessary syncs. It does not sync
        files that it has just created durably, or records and index up to the marker, which are
        durable already. It does not sync the newer slot if a crash may return to the older slot
@@ -195,8 +197,8 @@ def _open_slots(
         raise BadFormat(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
-    # A sequence below the one in the control file makes the opening adopt the records, even if a
-    # crash interrupts this opening.
+    # In the slot, a sequence below that of the control file makes this opening adopt the records.
+    # If a crash interrupts this opening, the next opening adopts them.
     slot = Slot(header_template.partition_id, control_file_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
@@ -312,7 +314,8 @@ class _LogOpening:
                 f"{start.transaction_id + 1} or earlier, found {firsts[0]}"
             )
         # A batch that ends at or before the start may cross the beginning of the oldest segment.
-        # Then only the `.chn` file of this segment states the chain hash before its first batch.
+        # Then only the `.chn` file of this segment states the chain hash before the segment's first
+        # batch.
         is_exact = not firsts or firsts[0] == start.transaction_id + 1
         chain = start.chain if is_exact else None
         for position, first in enumerate(firsts):
@@ -407,8 +410,8 @@ class _LogOpening:
         position = lineage.position_of(TransactionId(self._marker_id + 1))
         durable_id = lineage.durable_before(position)
         if self._has_legacy_writes:
-            # 0.13 may have truncated records that this version had synced. It has no marker: all
-            # its complete records may have been acknowledged, and it was stopped cleanly before a
+            # 0.13 may have truncated records that this version had synced. 0.13 has no marker: all
+            # its complete records may have been acknowledged, and 0.13 was stopped cleanly before a
             # migration.
             durable_id = max(min(durable_id, segments.last_id), self._last_complete(segments))
         # The marker moves when a full segment is closed, but not when a failure makes the log begin
@@ -442,7 +445,7 @@ class _LogOpening:
             segments.begin_after(segments.start, self._header_template.created_ms)  # rule 10
 
     def _last_complete(self, segments: Segments) -> TransactionId:
-        """Return the last ID above the marker whose record is at its offset in the index."""
+        """Return the last ID above the marker whose record is valid at its offset in the index."""
         current = segments.current
         lowest_id = max(current.first, self._marker_id + 1, current.last - _TORN_RECORDS_MAX)
         for candidate_id in range(current.last, lowest_id - 1, -1):
@@ -487,7 +490,8 @@ class _LogOpening:
             end = self._end_before_gap(segments, end)
         if self._is_adopting or end < self._last_durable_id:
             drop_batches(segments, end)
-            # If an entry below that end is unreadable, it is truncated, with all entries after it.
+            # If an entry below `end` is unreadable, `drop_batches` has removed it, with all later
+            # entries.
             end = min(end, self._lineage_end_id(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last_id)
         elif end < segments.last_id or end < self._lineage_end_id(segments):
@@ -500,7 +504,7 @@ class _LogOpening:
             return False
 
     def _valid_end(self, segments: Segments, last_trusted: TransactionId) -> TransactionId:
-        """Return the end of the valid batches after `last_trusted`: an invalid batch ends them."""
+        """Return the end of the valid batches after `last_trusted`; stop at an invalid batch."""
         end = last_trusted
         try:
             first_untrusted = TransactionId(last_trusted + 1)
@@ -519,8 +523,8 @@ class _LogOpening:
     def _end_before_gap(self, segments: Segments, end: TransactionId) -> TransactionId:
         """Return the end of the existing batches that an adoption keeps (rule 4).
 
-        At the end of the log, an earlier adoption may have created batches with other bounds. They
-        are dropped, with all batches after them.
+        At the end of the log, an earlier adoption may have created batches with other bounds. Such
+        batches are dropped, with all batches after them.
         """
         first = TransactionId(end + 1)
         with suppress(BadFormat, ChecksumMismatch):  # an unreadable entry stays as it is
@@ -602,8 +606,8 @@ class _LogOpening:
     ) -> tuple[SessionId, int]:
         """Return the session and commit stamp of a batch that this opening creates.
 
-        Batches of 0.13 never had a session; other batches have lost theirs. Stamps never decrease,
-        so the stamp of the preceding batch is the nearest known value.
+        Batches of 0.13 never had a session; other batches have lost their sessions. Stamps never
+        decrease, so the stamp of the preceding batch is the nearest known value.
         """
         if self._is_adopting and not self.slot.suspect:
             return NO_SESSION, 0
@@ -613,9 +617,9 @@ class _LogOpening:
     def _crcs_of(self, segments: Segments, first: TransactionId, last: TransactionId) -> bytes:
         """Return the CRCs of the records of a batch that this opening creates.
 
-        A corrupt adopted record is noted as damage. For its CRC, the value stated in the record is
-        used, as on the other replicas. If the stated CRC may be corrupt, too, the replica is
-        suspect.
+        If an adopted record is corrupt, it is noted as damage. In place of its computed CRC, the
+        CRC that the record states is used, as on the other replicas. If the stated CRC may be
+        corrupt, too, the replica is suspect.
         """
         crcs: bytes | None = None
         try:
@@ -643,8 +647,8 @@ class _LogOpening:
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
-        # If the end of a record is corrupt, it is zero, or most likely the next record is corrupt,
-        # too.
+        # If the end of a record is corrupt, this end is zero, or most likely the next record is
+        # corrupt, too.
         has_next = transaction_id < segments.segment_end(transaction_id)
         if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
             found_id, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)

@@ -287,7 +287,7 @@ class PartitionLog:
 
         Raises:
             SessionFenced: the session is not the promised one.
-            BadRequest: the log does not end, synced, at the mark with this chain hash.
+            BadRequest: the log does not end at the mark with this chain hash, or is not synced.
             DataLoss: the mark is below the confirmed mark.
             ReplicaSuspect: the log is suspect and damaged above its confirmed mark.
             NoSpace: the disk is too full to truncate covered records; call this method again when
@@ -491,9 +491,9 @@ class PartitionLog:
     def remove_oldest(self, archived: AckedMarker) -> bool:
         """Remove the oldest segment, durably, if the archive contains its records.
 
-        Return whether it was removed. `archived` is a batch end up to which the archive contains
-        every record. The newest segment stays, and so do records above the confirmed mark (AR 10 in
-        decision 047).
+        Return whether the segment was removed. `archived` is a batch end up to which the archive
+        contains every record. The newest segment stays, and so do records above the confirmed mark
+        (AR 10 in decision 047).
 
         Raises:
             BadRequest: the log has another chain hash at `archived`.
@@ -516,7 +516,7 @@ class PartitionLog:
         return True
 
     def removable_end(self, archived: AckedMarker) -> AckedMarker | None:
-        """Return the log's start after a removal of the oldest segment; None if it must stay."""
+        """Return the log's start without the oldest segment; None if the segment must stay."""
         files, segments = self._files, self._files.segments
         if len(segments.all) == 1 or files.covered_end is not None:
             return None
@@ -535,7 +535,7 @@ class PartitionLog:
 
     @property
     def oldest_stamp_ms(self) -> int:
-        """The commit stamp of the newest batch of the oldest segment; 0 if it has none."""
+        """The commit stamp of the newest batch of the oldest segment; 0 if this batch has none."""
         segments = self._files.segments
         end = segments.entry_of(segments.all[0].last)
         return 0 if end is None else end.stamp_ms

@@ -1,6 +1,7 @@
 """Reads a partition's log: returns only verified records, and skips damaged records.
 
-Reading changes nothing except the list of known damage. All reads of a log go through this file.
+Reading changes nothing except the list of known damage and wrong index or batch entries (rule 3).
+All reads of a log go through this file.
 
 Rules:
     1. No record is returned that contradicts its own CRC, length or ID.
@@ -132,7 +133,7 @@ class LogReader:
     def _read_with_repair(
         self, first: TransactionId, last: TransactionId, read: Callable[[], _ReadT]
     ) -> _ReadT:
-        """Call `read`; if index or batches are wrong, repair them and call it once more."""
+        """Call `read`; if index or batches are wrong, repair them and call `read` once more."""
         try:
             return read()
         except ReadFailed as error:

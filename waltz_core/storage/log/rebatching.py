@@ -1,9 +1,9 @@
 """Replaces the batches of existing records by other batches.
 
-The opening of a log does this for records that Waltz 0.13 has written. A running log does this for
-records whose batches an owner sends. Between the removal of the old batches and the creation of the
-new batches, records have no batch. This state is made durable first: by `UNBATCHED` in the acked
-marker, or by the slot that the opening of a log writes.
+The opening of a log replaces the batches of records that Waltz 0.13 has written. A running log
+replaces the batches of records for which an owner sends other batches. Between the removal of the
+old batches and the creation of the new batches, records have no batch. This state is made durable
+first: by `UNBATCHED` in the acked marker, or by the slot that the opening of a log writes.
 
 Rules:
     1. A batch's entry is in the segment of its last record. The entry is durable when the call
@@ -11,8 +11,8 @@ Rules:
     2. Old batches are removed newest first. The change of each file is synced before the next file
        is changed. New batches are added oldest first. So after a crash, the remaining batches cover
        the log from its beginning, without a gap.
-    3. The header of a `.chn` file has the chain hash before its first batch. It is written again
-       when the batches of earlier segments have changed.
+    3. The header of a `.chn` file has the chain hash before its first batch. This header is written
+       again when the batches of earlier segments have changed.
 """
 
 from collections.abc import Sequence

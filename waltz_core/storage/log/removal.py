@@ -15,8 +15,8 @@ Rules:
        out. If the process dies, the next opening of the directory carries it out.
     2. Each step may be repeated: an interrupted removal starts again from its intent.
     3. If a storage still holds a replica after its log was deleted, this replica is suspect, has no
-       mark, and keeps its promise. So an owner never treats it as a new replica, or as a replica
-       that still has the data that it has acknowledged.
+       mark, and keeps its promise. So an owner never treats this replica as new, and never assumes
+       that it still has the data that it has acknowledged.
     4. Only the files of a log are removed; other files in the directory are not touched.
 """
 

@@ -6,8 +6,8 @@ the other work of a partition. A *pass* is one complete scrub of a partition.
 Rules:
     1. The whole storage reads one piece at a time. After each piece, it pauses to keep the
        configured rate.
-    2. A partition is read in the order of its IDs, from the first to the last that existed when the
-       pass began. After that, the next partition has its turn.
+    2. A partition is read in the order of its IDs, from the first ID to the last ID that existed
+       when the pass began. After that, the next partition has its turn.
     3. An automatic pass begins at least `interval_ms` after the previous one began. A requested
        pass has priority and is faster. It also runs if automatic passes are disabled.
     4. The progress of a pass is written to a file from time to time. If this file is lost, the

@@ -5,9 +5,9 @@ append and no read, except when a task takes a partition out of service on purpo
 
 Rules:
     1. Every task has one outcome. Only a bug raises an exception; then the process exits.
-    2. A task that reads records of a served partition goes through the service, in turn with the
-       partition's other work. A task that changes a partition first takes the partition out of
-       service (`served_replicas.py`, rule 3).
+    2. A task that reads records of a served partition goes through the service, and takes turns
+       with the partition's other work. A task that changes a partition first takes the partition
+       out of service (`served_replicas.py`, rule 3).
     3. With an audit log, a request begins only after a line about it was written. A second line
        contains the outcome, even if the connection is closed before the answer.
 """
@@ -255,7 +255,7 @@ class AdminPort:
     # ---- reading (rule 2)
 
     async def _read(self, task: admin_tasks.ReadRange) -> StorageMessage:
-        """Read a range: of a served partition through the service, of any other directly."""
+        """Read a range: if the partition is served, through the service, otherwise directly."""
         sequence = next(self._numbers)
         request = RangeRaw(
             NO_SESSION,

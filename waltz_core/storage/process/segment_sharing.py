@@ -5,8 +5,8 @@ Rules:
        connection, together with record locations. This connection must still be open, and must
        still be permitted to read the partition (decision 048, AC 12).
     2. A ticket consists of the number of its connection and a code that only this process can
-       compute. So there is no list of tickets, and no ticket is valid after its connection or this
-       process has ended.
+       compute. So the storage keeps no list of tickets. No ticket is valid after its connection or
+       this process has ended.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ Rules:
        must still be served.
     4. A partition is dropped when its running work is done. If this work hangs on a disk, only this
        partition is delayed.
-    5. If the files of a partition were deleted or replaced, the partition is dropped, and not
+    5. If the files of a partition were deleted or replaced, the partition is dropped. It is not
        opened again before an administrator has emptied it (`storage_engine.py`, rule 8). If the
        control file was deleted or replaced, too, the process exits (rule 9 of that file).
 """
@@ -379,8 +379,8 @@ def recheck_interval_s(
 ) -> float | None:
     """Return the seconds until the partitions are checked again if nothing changes.
 
-    Return None if no check is needed before a change. `retry_s` is the current, growing pause for
-    partitions that could not be opened or dropped yet.
+    Return None if no check is needed until something changes. `retry_s` is the current, growing
+    pause for partitions that could not be opened or dropped yet.
     """
     if set(served) != set(wanted):
         return retry_s

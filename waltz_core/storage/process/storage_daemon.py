@@ -11,15 +11,15 @@ Rules:
        the archive and collections of garbage share one other thread, and reads from the archive
        have other threads. The process does not wait for these threads when it exits, because a call
        of the object store may hang.
-    4. Connections that arrive before the partitions are open wait. Otherwise an owner would receive
-       the error that the storage does not have the partition, and would retry only after a long
-       pause.
+    4. A connection that arrives before the partitions are open waits. Without this rule, an owner
+       would receive the error that the storage does not have the partition, and would retry only
+       after a long pause.
     5. At shutdown, the process stops reading requests, finishes running work, syncs, and marks the
        directory as clean. If an error such as a failed disk has stopped the process, it leaves the
-       directory as it is. If running work does not end in time, or a call whose caller was
-       cancelled still changes a file, the process also keeps files and locks open until it exits.
-       So no other process can start on the directory before. A disk that hangs does not prevent
-       the exit.
+       directory as it is. In two cases, the process also keeps files and locks open until it exits:
+       running work does not end in time, or a call still changes a file after its caller was
+       cancelled. So no other process can start on the directory before this exit. A disk that hangs
+       does not prevent the exit.
 """
 
 import asyncio

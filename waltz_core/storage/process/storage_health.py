@@ -3,8 +3,9 @@
 Rules:
     1. Known damage that waits for its repair is reported, but does not make the storage unhealthy.
     2. A storage with a full disk is not healthy, but ready: it answers readers and owners.
-    3. A disk that hangs blocks neither the event loop nor a page. After `DISK_STATUS_S_MAX`, the
-       disk is reported with an error. No further query of the disk begins before this one ends.
+    3. A disk that hangs blocks neither the event loop nor a page of the daemon. After
+       `DISK_STATUS_S_MAX`, the disk is reported with an error. No further query of the disk begins
+       before the present query ends.
 """
 
 import asyncio

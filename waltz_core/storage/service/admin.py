@@ -225,7 +225,7 @@ class AdminService:
             self._waiting_requests.append(request)  # rule 1
 
     def _end_requests(self, connection: ConnectionId) -> None:
-        """Drop a connection's waiting requests, and end running ones after their task (rule 6)."""
+        """Drop a connection's waiting requests; end running requests after their task (rule 6)."""
         waiting, self._waiting_requests = self._waiting_requests, deque()
         for request in waiting:
             if request.connection == connection:

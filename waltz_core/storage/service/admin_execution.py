@@ -34,7 +34,7 @@ def execute_change(engine: StorageEngine, change: ReplicaChange) -> object:
     """Execute a change of a partition that is not in use, durably, and open its log again; blocks.
 
     On a full disk, the reserve has enough space for any change except a copy. Raises the errors of
-    the engine; the change may have begun in this case.
+    the engine. After an error, the change may have begun.
     """
     if isinstance(change, admin_tasks.PutCopy):
         return engine.append_copy(change.batches)

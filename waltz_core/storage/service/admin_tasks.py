@@ -65,7 +65,7 @@ class ReadRange:
 
 @value(frozen=True, slots=True)
 class FindScrubState:
-    """Read the progress of the scrub in a served partition; `begins` first starts a new pass.
+    """Read the progress of the scrub in a served partition; with `begins`, first start a new pass.
 
     Result: `ScrubState`; None if the partition is not served.
     """

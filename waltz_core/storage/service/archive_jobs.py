@@ -1,12 +1,12 @@
 """Work on the archive that owners request: uploads, expiry and collection of garbage.
 
-To archive a range, the storage reads it in pieces, and uploads it when all are read. The
+To archive a range, the storage reads it in pieces, and uploads it when all pieces are read. The
 replacement of an object does the same with the complete range of the old object. `service.py` runs
 the pieces in the partition's lane. Changes of the archive block, so they run on a separate thread.
 
 Rules (docs/decisions/053):
     1. One job runs at a time, and at most one waits for each partition. A new request for a
-       partition replaces an earlier one, which its owner has abandoned.
+       partition replaces an earlier request, because the owner has abandoned the earlier request.
     2. A job belongs to a session and its connection. After `forget`, its result is not reported. A
        change that has begun may still complete; then the files that it has written are garbage.
     3. While a job runs, no other job starts, even if the running job was forgotten: this limits
@@ -91,7 +91,7 @@ class ArchiveLimits:
 
 @dataclass(slots=True)
 class _ArchiveJob:
-    """A request of an owner, and the batches that were read for it so far."""
+    """A request of an owner, and the batches that were already read for this request."""
 
     connection: ConnectionId
     nonce: bytes
@@ -223,7 +223,8 @@ class ArchiveJobs:
         assert isinstance(message, RangeToWrite)
         if isinstance(message, ReplaceObject):
             # The chain hash before the object need not be checked here. The upload compares the
-            # chain hash at the end of the object, which depends on it.
+            # chain hash at the end of the object, and this depends on the chain hash before the
+            # object.
             return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(
             TransactionId(message.first),

@@ -12,11 +12,12 @@ Rules (docs/decisions/054):
     4. A request that waits for the archive does not wait in its partition's lane. It is answered
        even if the session has ended, because archived records do not change.
     5. An answer ends at the archived mark. If local records are damaged and the archive cannot
-       return them, the error contains both reasons. It is an error of damage if the files of the
-       archive are damaged, too, and otherwise the error of the archive.
+       return them, the error contains both reasons. If the files of the archive are damaged, too,
+       this error is an error of damage. If they are not damaged, it has the type of the archive's
+       error.
     6. At most QUERIES_MAX requests wait for the archive. Further requests are rejected, and may be
-       repeated. `queue_limits.py` does not count these requests: otherwise a store that hangs would
-       also stop the owner's connection.
+       repeated. `queue_limits.py` does not count these requests: if it counted them, a store that
+       hangs would also stop the owner's connection.
     7. For each partition, the same failure is reported once in `REPORT_INTERVAL_MS`. If a file is
        missing or corrupt, failures are the same if their texts are equal, because the text contains
        the file's name. Other failures concern all files, so they are the same if they have the same

@@ -1,10 +1,10 @@
 """Limits the memory of requests that wait in a storage.
 
 Rules:
-    1. If a new request makes all waiting requests together exceed the limit, its connection is not
-       read until half of the limit is free.
-    2. Reads of readers have a separate limit. Otherwise readers, which may be many tenants, could
-       stop the appends and heartbeats of sessions.
+    1. If a new request makes all waiting requests together exceed the limit, the connection of this
+       request is not read until half of the limit is free.
+    2. Reads of readers have a separate limit. With a common limit, readers (there may be many
+       tenants) could stop the appends and heartbeats of sessions.
 """
 
 from waltz_core.storage.service.lane import queue_bytes

@@ -107,7 +107,7 @@ class Retention:
         return None
 
     def on_piece_done(self, partition_id: PartitionId, size: LogSize | None) -> None:
-        """Process the result of a piece; None after an error, which ends the log's turn."""
+        """Process a piece's result; `size` is None after an error, which ends the log's turn."""
         if self._running == partition_id:
             self._running = None
         self._sizes[partition_id] = LogSize(0) if size is None else size

@@ -3,8 +3,8 @@
 The same code runs with threads in the daemon, and without threads in the simulator.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
-piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. The
-waiting appends are then written together and synced once (group commit). Reads wait in a separate
+piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. Then all
+waiting appends are written together, and synced once (group commit). Reads wait in a separate
 queue, and take turns with appends.
 
 Rules:
@@ -27,7 +27,7 @@ Rules:
    10. An owner has one connection at a time: the latest one. Late requests from its earlier
        connections change nothing. An earlier connection never counts as another owner.
    11. If the files of an open partition were deleted or replaced, the storage stops serving only
-       this partition, and does not open it again, because the new files may lack a promise.
+       this partition. It is not opened again, because the new files may lack a promise.
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
@@ -379,7 +379,7 @@ class StorageService:
         lane = self._lane_of(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        # The mark is only compared with the log, so it is a read. Reads keep the order of marks.
+        # A mark is only compared with the log, so it is queued as a read. Reads keep their order.
         queue = lane.reads if isinstance(message, SetArchived) else lane.writes
         self._queue_request(lane, queue, request)
 
@@ -401,7 +401,7 @@ class StorageService:
                 f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
         if promise.is_after_loss and session in (promise.last_seen_session, promise.session_id):
-            # This may be the owner of the session that the replica has seen, not a rival.
+            # The sender may be the owner of the session that the replica has seen, not a rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "
                 "unknown, because a control slot was lost. Hint: the replica accepts "

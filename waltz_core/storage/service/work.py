@@ -8,12 +8,12 @@ Rules:
     2. An append counts as done after the sync that covers it, never before.
     3. One pass over the bytes of an append checks the CRC with which they were sent, and the CRCs
        of the records. Records are never processed one by one.
-    4. If an append of a group fails, the later appends are rejected with it, because they follow it
-       in the log.
+    4. If an append of a group fails, the later appends of the group are rejected, too, because they
+       continue the log after the failed append.
     5. Appends for which there is no space are rejected before the first byte is written. Other work
        that finds no space is repeated with the space of the reserve (`disk_space.py`). The space
-       for a reset is checked before the reset begins. Otherwise the log might be unable to write
-       its new files, and would reject all calls until it is opened again.
+       for a reset is checked before the reset begins. Without this check, the log might be unable
+       to write its new files, and would reject all calls until it is opened again.
     6. If any work finds damage, the result of the work contains the damage.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
@@ -110,8 +110,8 @@ LanePiece: TypeAlias = ScrubPiece | ArchivePiece | RetentionPiece
 class WorkResult:
     """The outcomes of the requests (rule 1), a failure of the disk, and values for metrics.
 
-    `new_damage` has the IDs whose damage the work has found. `failed_reads` has the disk's errors
-    for bytes that it could not read.
+    `new_damage` has the IDs whose damage the work has found. `failed_reads` has the errors that the
+    disk has reported for unreadable bytes.
     """
 
     outcomes: list[WorkOutcome] = field(default_factory=list)
@@ -213,8 +213,8 @@ class Work:
             error = self._cause_of(caught_error)
             self._note_error(error, result)
             if isinstance(self.piece, ScrubPiece):
-                # If the scrub cannot read a record, the next pass or another reader must find the
-                # damage.
+                # After an error, the scrub skips the rest of the segment. The next pass or another
+                # reader must find the damage.
                 next_segment_first = TransactionId(
                     self.log.reader.segment_end(self.piece.first) + 1
                 )
@@ -504,7 +504,7 @@ def _read_locations(read: LocationsRead, message: RangeRaw, result: WorkResult) 
 
 
 def _empty_range(message: RangeRaw) -> RangeBytes:
-    """Return the answer to a reader that requests records that are not synced here yet."""
+    """Return the answer to a reader if the requested records are not synced here yet."""
     return RangeBytes(
         *_response_prefix(message),
         first=message.first,
