@@ -6,9 +6,9 @@
     python examples/bank.py accounts --connect zk1:2181/waltz/bank \\
         --database postgresql+psycopg://user@host/bank
 
-Without --connect a small cluster runs during the command and keeps its data in --directory; without
---database the database is an SQLite file there. Several processes may use one cluster and one
-database concurrently. `bank_books.py` explains the rules.
+Without --connect, a small cluster runs during the command, and keeps its data in --directory.
+Without --database, the database is an SQLite file in --directory. Several processes may use one
+cluster and one database concurrently. `bank_books.py` explains the rules.
 """
 
 import argparse

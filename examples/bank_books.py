@@ -171,7 +171,7 @@ class Books(SqlCallbacks):
     def apply_transactions(
         self, partition: int, transactions: Sequence[Transaction], last: int
     ) -> int:
-        """Apply the first of the transactions; return how many of them the database now includes.
+        """Apply a prefix of the transactions; return how many of them the database now includes.
 
         Another instance may have applied them to the same database.
         """

@@ -1,4 +1,4 @@
-"""A payment is made once, although the client that sent it dies before it gets the answer.
+"""A payment is made once, even if the client dies before it receives the answer.
 
     python examples/payments.py             paid once
     python examples/payments.py --plain     the problem: paid twice

@@ -18,7 +18,7 @@ SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
 class Panel(NamedTuple):
-    """A panel. `queries`: legends and PromQL; `limits`: colors from a value on, for a stat."""
+    """A panel. `queries`: legends and PromQL; `limits` of a stat: colors and lowest values."""
 
     title: str
     description: str

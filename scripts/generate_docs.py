@@ -331,7 +331,7 @@ def record_table() -> str:
 
 
 def dtype_rows(dtype: "np.dtype[Any]", start: int) -> Iterable[tuple[object, ...]]:
-    """Yield the fields of a NumPy structure, those of inner structures one by one."""
+    """Yield the fields of a NumPy structure, with the fields of inner structures in their place."""
     assert dtype.fields is not None
     for name, (field_dtype, offset, *_) in dtype.fields.items():
         if field_dtype.fields is not None:

@@ -246,9 +246,9 @@ async def _fill_one(
 def false_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Measure how often transactions without a real conflict are rejected, for several lags.
 
-    The lag is the number of transactions that the high-water mark of an append is behind the log.
-    The workload first fills one partition with transactions that have write locks. Then it appends
-    rows with locks that were never written, with high-water marks of different lags.
+    The lag of an append is the number of transactions in the log after its high-water mark. The
+    workload first fills one partition with transactions that have write locks. Then it appends rows
+    with locks that were never written, with high-water marks of different lags.
     """
     return uvloop.run(_false_rejections(load, meter))
 

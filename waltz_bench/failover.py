@@ -95,7 +95,7 @@ class _FailoverRun:
             await asyncio.sleep(PAUSE_S)
 
     async def _append(self, writer: _WriterAnswers, rows: list[bytes]) -> list[bytes]:
-        """Send rows once; return the rows to send again, because the log does not contain them."""
+        """Send rows once; return those that the log does not contain, to be sent again."""
         none: list[list[int]] = [[] for _ in rows]
         payload = encode_append(
             [0] * len(rows), rows, write_locks=none, read_locks=none, append_locks=none
@@ -132,7 +132,7 @@ class _FailoverRun:
         self._is_finished = True
 
     async def step(self, kind: str, run_step: Callable[[], Awaitable[None]]) -> None:
-        """Run a step, and record its longest gap, until all partitions have continued (rule 1)."""
+        """Run a step until all partitions have continued; record its longest gap (rule 1)."""
         await asyncio.sleep(SETTLE_S)
         start_s = time.perf_counter()
         await run_step()

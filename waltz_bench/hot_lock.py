@@ -6,9 +6,9 @@ computed. Afterwards the workload checks the log.
 Rules:
     1. A client computes a value only from a value that it has read in the log, or that the builder
        returned from an append in flight (`builder.predecessors`).
-    2. The log contains every transaction of the run, with the ID that its author received. Each has
-       the ID of its predecessor in the log, and the predecessor's value + 1. All other transactions
-       count as lost or duplicated.
+    2. The log contains every transaction of the run, with the ID that its author received. Each
+       transaction contains the ID of its predecessor in the log, and the predecessor's value + 1.
+       All other transactions count as lost or duplicated.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ async def _append_single(load: BenchLoad, meter: Meter) -> WorkloadResult:
 def conditional(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append to one partition with 64 writers, each with its own lock and one append in flight.
 
-    The workload uses one partition, because the peers that it is compared with have one stream,
-    table or group.
+    The workload uses one partition, because each peer in the comparison has one stream, table or
+    group.
     """
     return uvloop.run(_conditional(load, meter))
 

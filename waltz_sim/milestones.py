@@ -1,8 +1,8 @@
 """Milestones: the events of a world that a scenario lists, as short lines.
 
 The lines depend neither on times nor on randomness, nor on the order in which equal machines
-answer. Otherwise a scenario would change with every change of the code. This module defines which
-events are milestones, and their texts.
+answer. If they did, a scenario would change with every change of the code. This module defines
+which events are milestones, and their texts.
 
 Rules:
     1. Milestones are visible from outside the machines: actions of replicas, contents of ZooKeeper,

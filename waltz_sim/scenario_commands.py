@@ -289,7 +289,7 @@ class ScenarioRunner:
         self._storage(name).disk.is_lying = True
 
     def trust_no_syncs(self, name: str) -> None:
-        """Set a storage, from its next start on, not to trust the syncs of earlier runs."""
+        """Let a storage distrust the syncs of earlier runs, from its next start on."""
         self._storage(name).trusts_fsync = False
 
     def scrub(self, name: str) -> None:

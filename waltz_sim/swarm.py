@@ -9,8 +9,8 @@ Rules:
     2. If a process dies, the whole run fails: a seed without a result is not a good seed.
     3. Only the parent process handles an interrupt: it terminates the children at once. The
        children ignore the signal and print nothing, also while they start.
-    4. On Linux, the children are killed when their parent exits for any reason. Otherwise they
-       would wait for seeds forever.
+    4. On Linux, the children are killed when their parent exits for any reason. Without this rule,
+       they would wait for seeds forever.
 """
 
 import ctypes
@@ -115,8 +115,8 @@ def _deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Defer interrupts inside the block; yield a function that raises a deferred interrupt.
 
     The end of the block also raises a deferred interrupt. If an interrupt were raised while a child
-    starts, the child would not get its input. If it were raised during a wait, it would leave locks
-    behind for which the pool's own thread waits.
+    starts, the child would not get its input. If an interrupt were raised during a wait, it would
+    leave locks behind, and the pool's own thread would wait for these locks.
     """
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))

@@ -115,7 +115,7 @@ class _ReceivedTotal:
 
 
 async def _repeat_forever(call: Callable[[], Awaitable[None]]) -> None:
-    """Repeat a call forever; retry after an `Unavailable` error, such as that of a limit."""
+    """Repeat a call forever; retry after an `Unavailable` error, such as the error of a limit."""
     while True:
         try:
             await call()
@@ -226,7 +226,7 @@ async def _connect(tenant: _TenantClient) -> None:
 
 
 async def _run(kind: str, connect: str, payload_bytes: int) -> None:
-    """Start and stop the load at each line of the standard input, until its end."""
+    """Start and stop the load, alternately, at each line of standard input, until its end."""
     lines, received = asyncio.StreamReader(), _ReceivedTotal()
     loop = asyncio.get_running_loop()
     # Without this, uvloop prints each handshake that a limit has ended.

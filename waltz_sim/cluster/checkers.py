@@ -170,7 +170,7 @@ class Checks(CheckerState):
     # servers
 
     def on_partition_created(self, server: "SimServer") -> None:
-        """Called when a server has created a partition machine, which has reported no outcomes."""
+        """Called when a server has created a partition machine, before its first outcome."""
         self.responses.on_partition_created(server.name)
 
     def on_batch_submitted(

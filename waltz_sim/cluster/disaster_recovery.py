@@ -56,8 +56,8 @@ class CommandDied(Exception):
 class DisasterRecovery:
     """One run of the command; `on_decision` receives the decision, or None if the command has died.
 
-    It accepts the log of the replica `accepted`, or the longest log if that is `BEST_REPLICA`. If
-    `accepted` is None, it accepts the log that a rebuild would choose.
+    The command accepts the log of the replica `accepted`. If `accepted` is `BEST_REPLICA`, it
+    accepts the longest log. If `accepted` is None, it accepts the log that a rebuild would choose.
     """
 
     def __init__(
@@ -258,10 +258,10 @@ class DisasterRecovery:
     def _has_all_acknowledged(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        This is the case if a quorum of replicas without losses has answered. Then no older session
-        can acknowledge any longer, and these replicas have all acknowledged transactions. A
-        repeated command needs no quorum: the first run has checked it, and since then ZooKeeper
-        names only the accepted replica.
+        The longest log has them if a quorum of replicas without losses has answered. Then no older
+        session can acknowledge any longer, and these replicas contain all acknowledged
+        transactions. A repeated command needs no quorum: the first run has checked the quorum, and
+        since then ZooKeeper names only the accepted replica.
         """
         cluster, accepted = self._cluster, self._accepted
         metadata = cluster.coordinator.metadata

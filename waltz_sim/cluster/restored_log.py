@@ -62,7 +62,7 @@ _CLOCK_AHEAD_MS: Final = 3_600_000
 
 
 def restore_lost_log(cluster: "SimCluster") -> None:
-    """Give a cluster that has not started a lost cluster's log of `Setup.restored_count` IDs."""
+    """Put a lost cluster's log of `Setup.restored_count` IDs into a cluster before its start."""
     _RestoredLog(cluster).write()
 
 

@@ -330,7 +330,7 @@ class SimCoordinator:
     # ---- faults of the whole service
 
     def restart(self, expired: "list[SimServer]") -> None:
-        """Restart after a stop of all nodes; the sessions of some servers have expired."""
+        """Restart ZooKeeper after a complete stop; the sessions of some servers have expired."""
         self.is_unavailable = False
         for server in self._cluster.servers:
             if server in expired and self.has_session.get(server.name):

@@ -164,7 +164,7 @@ def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
-    """Let the dialing end abandon a link; its messages arrive later, and then the link's end."""
+    """Let the dialing process abandon a link; its messages, then the link's end, arrive later."""
     network, world = cluster.network, cluster.world
     links = [
         link

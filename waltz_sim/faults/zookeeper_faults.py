@@ -177,7 +177,7 @@ def _possible_successors(cluster: SimCluster) -> list[str]:
 def _cut_replicas_off(
     cluster: SimCluster, owner: "SimServer", rng: "Random"
 ) -> list[tuple[str, str]]:
-    """Leave the owner a minority of replicas, which only it reaches; or do nothing."""
+    """Let the owner reach a minority of replicas, and other servers the rest; or do nothing."""
     network, replicas = cluster.network, list(cluster.replicas)
     rng.shuffle(replicas)
     if rng.random() < 0.15:

@@ -78,7 +78,7 @@ class ArchiveGuarantees:
     # ---- the store
 
     def on_file_written(self, name: str, *, is_known: bool) -> None:
-        """28. Archived: no file is overwritten (AR 2), or of another cluster (AR 17)."""
+        """28. Archived: no file is overwritten (AR 2), and none is of another cluster (AR 17)."""
         if is_known:
             self._state.fail("Archived", f"file {name} is written twice")
         self._check_cluster_key(name)
@@ -260,7 +260,7 @@ class ArchiveGuarantees:
     def _listed_files(
         self, mark: ArchivedMark
     ) -> "Iterator[tuple[ObjectEntry, StoredFile | None]]":
-        """Yield the objects in a mark's manifest with their files; None if a file may be gone."""
+        """Yield each object in a mark's manifest with its file, or with None if it may be gone."""
         archive = self._state.cluster.archive
         files = {**archive.files, **archive.original_files}
         manifest = files.get(mark.manifest)

@@ -95,8 +95,9 @@ class Operation:
     mark: int  # the last ID that its author had really seen
     requested_us: int
     data: bytes = b""
-    # The in-flight rows that this row depends on (IDs and keys), and their session. Its mark is
-    # then higher than `state_mark`, the mark of the state from which it was computed.
+    # The in-flight rows that this row depends on (IDs and keys), and their session. If there are
+    # such rows, the mark of this row is higher than `state_mark`, the mark of the state from which
+    # this row was computed.
     predecessors: tuple[tuple[int, tuple[int, int]], ...] = ()
     state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION

@@ -112,9 +112,10 @@ class Ledger:
     def encode_body(
         self, checked: CheckedTransaction, mark: int, predecessors: Iterable[bytes] = ()
     ) -> bytes:
-        """Return the data after the number of a checked transaction that is computed at a mark.
+        """Return the data of a checked transaction, without its number, computed at a mark.
 
-        `predecessors` are the data of the in-flight rows after the mark that it depends on.
+        The transaction also depends on in-flight rows after the mark; `predecessors` has their
+        data.
         """
         after: dict[tuple[int, int], int] = {}
         for data in predecessors:

@@ -256,7 +256,7 @@ class ResponseGuarantees:
         self._state.count("single transaction read")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
-        """Check that a lock conflict names a committed transaction; the server may wait for it."""
+        """Check that a lock conflict is a committed transaction; a server may await its commit."""
         reasons = bytes(message.reasons)
         claimed = self._claims.pop(message.req_id, None)
         if RowOutcomeCode.LOCK not in reasons:

@@ -98,7 +98,7 @@ class World:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the times of all actions in hexadecimal; different runs have different ones."""
+        """A hash of the times of all actions, in hexadecimal; it differs between different runs."""
         return f"{self._fingerprint:016x}"
 
     def stream(self, name: str) -> Random:
