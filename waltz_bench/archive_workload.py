@@ -1,9 +1,10 @@
 """The workload `archive`: a log that is larger than the disks of its storages.
 
-It appends `--mib` MiB of data to one partition. Meanwhile the storages archive the log, and each
-keeps at most `LOCAL_BYTES`, or an eighth of the data if that is less. Then the workload reads the
-whole log in three ways: by ranges, by the feed from the first ID on, and with Spark from the
-archive. Spark's read is compared with its read of a Parquet file with the same rows.
+It appends `--mib` MiB of data to one partition. Meanwhile the storages archive the log. Each
+storage keeps at most `LOCAL_BYTES`, or an eighth of the data if an eighth is less. Then the
+workload reads the whole log in three ways: by ranges, by the feed from the first ID on, and with
+Spark from the archive. The time of Spark's read is compared with the time in which Spark reads a
+Parquet file with the same rows.
 
 Rules:
     1. The data of each row follows from its ID. So every reader compares every byte of every row.

@@ -5,7 +5,7 @@ new session replaces the previous one.
 
 Rules:
     1. One writer is the only user of one partition, and always has a few batches in flight. The
-       cost of a new session is the longest time without an answer around its start.
+       cost of a new session is the longest time without an answer around the start of the session.
     2. The workload continues until it has seen a new session, for up to a minute.
 """
 

@@ -5,8 +5,8 @@ answer. They also check that no row is lost or duplicated.
 
 Rules:
     1. Every partition has its own writer, which sends a few rows at a time, with a short pause
-       after them. The gap of a step is the longest time between two acknowledgements in any
-       partition, from the start of the step until all partitions have continued.
+       after them. A step lasts until all partitions have continued. The gap of a step is the
+       longest time in it between two acknowledgements in any partition.
     2. If a row is reported as not in the log, it is sent again, as a user would do. If the log
        contains the row nevertheless, the check of the log reports a duplicate. Rows are identified
        by their content.

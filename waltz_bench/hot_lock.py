@@ -4,8 +4,8 @@ Each transaction contains the new value, and the ID of the transaction from whos
 computed. Afterwards the workload checks the log.
 
 Rules:
-    1. A client computes a value only from a value that it has read in the log, or that the builder
-       returned from an append in flight (`builder.predecessors`).
+    1. A client computes a value only from a known value. The client has read the known value in the
+       log, or the builder has returned it from an append in flight (`builder.predecessors`).
     2. The log contains every transaction of the run, with the ID that its author received. Each
        transaction contains the ID of its predecessor in the log, and the predecessor's value + 1.
        All other transactions count as lost or duplicated.

@@ -9,7 +9,7 @@ Rules:
        - by `apply_batch`, with one statement for all accounts that the batch changes. This
          statement has one row for each account, or arrays on PostgreSQL.
 
-       The rate of the workload is that of `apply_batch`; the other two rates are in `extra`.
+       The rate of the workload is the rate of `apply_batch`; the other two rates are in `extra`.
     2. All three unpack each payload. The resulting balances are compared with the appended rows.
     3. An account belongs to one partition, as if a lock protected it.
 """

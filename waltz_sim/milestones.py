@@ -88,8 +88,8 @@ class MilestoneRecorder(Checks):
         super().__init__(cluster)
         self.lines: list[str] = []
         self.last_added_us = 0  # when the last milestone or outcome of an application occurred
-        # Called when a milestone occurs, for example with "copied C", also before its line is
-        # added.
+        # Called when a milestone occurs, for example with "copied C". The line of the milestone may
+        # be added later.
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}

@@ -7,7 +7,7 @@ Rules:
        between.
     2. A killed process stays down until the scenario starts it again.
     3. The first command is always `begin`. It runs before the rest of its step. Its milestones are
-       listed only if it is `begin slowly`.
+       listed only for `begin slowly`.
 """
 
 import re
@@ -129,7 +129,8 @@ class ScenarioRunner:
         for milestone, command in list(self._triggers):
             if milestone in line:
                 self._triggers.remove((milestone, command))
-                # The caller is in the middle of a machine's step, so the command runs after it.
+                # The caller is in the middle of a machine's step, so the command runs after this
+                # step.
                 self.cluster.world.call_after_us(0, partial(self.run_command, command))
 
     def run_when(self, milestone: str, command: str) -> None:

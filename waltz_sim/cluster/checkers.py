@@ -1,8 +1,8 @@
 """Passes every event of the simulator to the checkers of the guarantees.
 
-Processes, links and disks of the simulator report their events to one object, `Checks`. It passes
-each event to the checkers (`guarantees/`) that need it, and makes further checks at the end of a
-run.
+Processes, links and disks of the simulator report their events to one object, `Checks`. `Checks`
+passes each event to the checkers (`guarantees/`) that need the event, and makes further checks at
+the end of a run.
 
 Each public method receives one kind of event. The names and numbers of the guarantees are those of
 docs/design/correctness.md 3.2.

@@ -9,8 +9,8 @@ Rules:
     1. The rows have the same request IDs in both attempts. So if the log contains a row twice,
        AtMostOnce is violated.
     2. The first attempt continues only when the log contains all rows of the second attempt.
-       Otherwise the appends of the two attempts could alternate, and an attempt would have to read
-       back the rows in the log (`client/stream/write_claim.py`).
+       Without this rule, the appends of the two attempts could alternate, and an attempt would have
+       to read back the rows in the log (`client/stream/write_claim.py`).
     3. Without `Setup.has_new_owner_ids`, a restarted owner keeps its generation, so no fence would
        reject the first attempt. In such a world, the first attempt does not continue after the
        owner's death.

@@ -20,8 +20,8 @@ Rules:
     5. A garbage collection runs the production code. It lists the files at one moment, perhaps
        late. Each file is deleted later, even after the process has died.
     6. An expiry does the same as `archive/upload.py`, in the same order.
-    7. Replaced manifests and expired objects are kept for a shorter time than in production. For
-       this, a fast clock (`_fast_clock_ms`) measures their age.
+    7. Replaced manifests and expired objects are kept for a shorter time than in production. A fast
+       clock (`_fast_clock_ms`) measures the age of these files.
 """
 
 from collections.abc import Callable, Generator, Sequence

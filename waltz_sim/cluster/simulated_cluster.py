@@ -9,7 +9,7 @@ Rules:
        storage or the memory of a server.
     2. A run has two phases. In the first phase faults occur. In the second phase all faults are
        repaired, and the cluster must recover within a limited time. Without a budget
-       (`data_loss_budget.py`) it need not recover, but must not break a guarantee.
+       (`data_loss_budget.py`), the cluster need not recover, but must not break a guarantee.
     3. An operator makes the repairs that the cluster cannot make by itself. The operator swaps
        exchanged disks back, and scrubs logs. If the disk of a storage is foreign or unreadable, the
        operator gives the storage an empty directory and a new identity. The operator never accepts

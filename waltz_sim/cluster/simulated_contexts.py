@@ -11,7 +11,7 @@ Rules:
        survive a restart.
     3. A context reads the current view. The history records this view as the author's mark, even if
        the client claims another mark.
-    4. ClaimedMark: no append claims to have seen more than the application had applied by then.
+    4. ClaimedMark: when an append is sent, its claimed mark is not higher than the view.
 """
 
 import logging

@@ -127,8 +127,8 @@ def damage_objects(cluster: SimCluster, rng: "Random") -> bool:
 def _repair_objects(cluster: SimCluster, tries_left: int) -> None:
     """Request the replacement of a damaged object repeatedly, until no object is damaged.
 
-    If an object is still damaged after the last try, for example because no storage has its
-    records, the files are restored from a copy of the archive.
+    An object may still be damaged after the last try, for example because no storage has its
+    records. Then the files are restored from a copy of the archive.
     """
     archive = cluster.archive
     damaged = [
@@ -232,10 +232,10 @@ def crash_at_a_reset(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose the segments of a replica; after its reset, stop the rest of its last quorum.
+    """Lose a replica's segments; after its reset, stop the other replicas of its last quorum.
 
-    The other replicas lack the newest appends. If the log of the reset replica counted, the
-    next session would decide without these appends.
+    The replicas outside of this quorum lack the newest appends. If the log of the reset replica
+    counted, the next session would decide without these appends.
     """
     owner, replicas = cluster.owner, [cluster.storages[replica] for replica in cluster.replicas]
     marker = cluster.coordinator.marker

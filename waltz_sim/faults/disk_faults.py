@@ -423,8 +423,8 @@ def _damage_file(
 ) -> bool:
     """Damage a file of a storage with `damage`; return whether the budget has allowed it.
 
-    `is_plausible` data is valid but old. No component can detect such data, or a loss at the end of
-    a log.
+    With `is_plausible`, the damaged data is valid but old. No component can detect such data, or a
+    loss at the end of a log.
     """
     storage = choose_storage(cluster, rng)
     files = [

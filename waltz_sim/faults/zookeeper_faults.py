@@ -118,8 +118,8 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
 
     The owner loses ZooKeeper and most replicas. No component can notify the owner that its session
     has expired, that the partition has moved, or that it is fenced. The partition may return to the
-    owner before it learns of the move. The owner's clients may leave it, and may be sent back to
-    it.
+    owner before the owner learns of the move. The owner's clients may leave it, and may be sent
+    back to it.
     """
     coordinator, owner = cluster.coordinator, cluster.owner
     successors = _possible_successors(cluster)
@@ -342,7 +342,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", after_ms: int) -> None:
-    """Run the command when the replica is reachable; if it dies, perhaps run it again."""
+    """Run the command when the replica is reachable; if the command dies, perhaps run it again."""
     dies_after = rng.choice(("", "", *DEATH_STEPS))
     again_ms = rng.choice((None, 200, 1_500))
 

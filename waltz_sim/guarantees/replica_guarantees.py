@@ -9,8 +9,8 @@ Rules:
        them.
     2. Records are compared byte by byte with the reference history. The checks trust no checksum
        and no hash chain.
-    3. The checks never read through a log object, because this could fail or repair data, and would
-       change the run.
+    3. The checks never read through a log object, because such a read could fail or repair data,
+       and would change the run.
 """
 
 from collections.abc import Iterator

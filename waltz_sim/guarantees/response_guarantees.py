@@ -63,7 +63,7 @@ _SESSION_MESSAGES: Final = (
     ReplicasResponse,
 )
 _MARK_REQUESTS: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
-# Committed records are final, so a server may send them after the session of the request.
+# Committed records are final, so a server may send them after the session of the request has ended.
 _COMMITTED_DATA_MESSAGES: Final = (FeedBatch, RangeData)
 _REASONS_WITHOUT_SESSION: Final = bytes(
     (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.TOO_LARGE, RowOutcomeCode.OVERLOADED)

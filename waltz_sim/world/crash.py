@@ -336,7 +336,7 @@ class KeepAll(KeepNone):
 
 
 class KeepOnly(KeepNone):
-    """Keeps only some units. The file of a kept sector also keeps its newest size."""
+    """Keeps only some units. If a sector is kept, the newest size of its file is kept, too."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)

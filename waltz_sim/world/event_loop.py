@@ -1,7 +1,7 @@
 """An asyncio event loop in virtual time, for production code with coroutines.
 
-Machines need no loop. The drivers of the client and of the operator do need one, and their faults
-occur between two awaits.
+Machines need no loop. The drivers of the client and of the operator need a loop, and faults of
+these drivers occur between two awaits.
 
 Rules:
     1. Callbacks run in the order in which they became ready. A timer is an action planned in the

@@ -7,12 +7,13 @@ Rules:
     1. Only `sync` and `sync_directory` make data durable, and only the data of their own file or
        directory.
     2. A power loss keeps any subset of the unsynced sectors, and any size between the durable and
-       the visible size. Of the changes of names it keeps the first few, as a journal does.
+       the visible size. Of the changes of names, it keeps the first few, as a journal does.
     3. A sector (512 bytes) is written as a whole or not at all, also by a failing write.
     4. After a failed sync, the sectors are marked as clean. So the program sees them, but they
        never become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
-    5. Every call that changes the disk is a step. A fault is planned for a step with a number, for
-       the next step of a kind, or for a read. A callback reports when the fault occurs.
+    5. Every call that changes the disk is a step. A fault is planned for the step with a given
+       number, for the next step of a given kind, or for a read. A callback reports when the fault
+       occurs.
     6. A lying disk reports syncs that it has not done.
     7. An unreadable sector stays unreadable until it is discarded, cut, or written completely. A
        partial write would have to read the rest of the sector.
@@ -278,7 +279,7 @@ class SimDisk:
         return path in self._names or path in self._directories
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return a constant for an existing path, as no file is replaced while it is in use."""
+        """Return a constant for an existing path: no file is replaced while it is in use."""
         return (0, 0) if self.exists(path) else None
 
     def list(self, directory: Path) -> list[str]:

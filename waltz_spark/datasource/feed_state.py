@@ -108,7 +108,8 @@ class FeedState:
         self._database.executemany("DELETE FROM latest WHERE key = ?", keys)
 
     def save_replaced_rows(self, rows: Iterable[tuple[bytes, StoredRow | None]]) -> None:
-        """Store the rows that the next changes replace, so that the state can return (rule 2)."""
+        """Store the rows that the next changes replace, for a return to `previous_mark` (rule
+        2)."""
         if self._is_private:
             return
         self._database.executemany(
@@ -260,7 +261,7 @@ def state_file_path(name: str) -> Path | None:
 
 
 def _delete_unused_files(current_file: Path) -> None:
-    """Delete the states whose last use was 8 days or more before that of `current_file`."""
+    """Delete the states whose last use was 8 days or more before the last use of `current_file`."""
     oldest = current_file.stat().st_mtime - UNUSED_S_MAX
     for file in current_file.parent.glob(f"*{_FILE_SUFFIX}"):
         _delete_if_older(file, oldest)

@@ -149,10 +149,10 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         delete_headers: the headers of transactions that delete the row with their key.
         delete_where: another condition for deletes: a boolean column, or a comparison of a column
             with a literal (`op = 'D'`).
-        changes: `module:function`, the name of a changes function. Its argument is a
-            `pyarrow.Table` of transactions with the columns of `schema`, and it returns changes.
-            The columns of the table are those that the function returns. Workers must be able to
-            import the module.
+        changes: `module:function`, the name of a changes function. The argument of this function is
+            a `pyarrow.Table` of transactions with the columns of `schema`. The function returns
+            changes. The columns of the table are those that the function returns. Workers must be
+            able to import the module.
         tables: several tables by name, path or URL, in place of the arguments above. The log is
             read once for all of them. Each table has its own commits and marks; the result has them
             by table.
@@ -161,8 +161,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             mapping with the mark before the first transaction of each partition. Default: the first
             available transaction.
         until: the end of the call. "now" is the end of the log at the time of the call. A mapping
-            has a mark for each partition; the call also ends at the end of the log if it is before
-            these marks. Default: the function returns only with an error.
+            has a mark for each partition; if the log ends before these marks, the call ends at the
+            end of the log. Default: the function returns only with an error.
         batch_transactions: the maximum number of transactions in a commit.
         interval_s: seconds between requests for new transactions.
         on_progress: a function that is called with two numbers: the transactions that this call has

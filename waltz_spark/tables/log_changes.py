@@ -155,7 +155,7 @@ class SparkFollowedLog:
 class LastChangesRead:
     """Reads the transactions of tasks, and yields the last changes (rule 1).
 
-    Spark passes the numbers of tasks: one number to each of its own tasks.
+    Each Spark task receives one number: the index of an element of `tasks`.
     """
 
     reader: DataSourceReader

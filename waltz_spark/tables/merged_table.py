@@ -15,9 +15,9 @@ Rules:
        detects such a commit when it reads the table again (`delta_commits.py`).
     3. A table has the declared columns, and the position of the last change of the row:
        `_partition` and `_transaction_id`.
-    4. Auto compaction is off. Otherwise Delta would run an `OPTIMIZE` in the session after the
+    4. Auto compaction is off. If it were on, Delta would run an `OPTIMIZE` in the session after the
        `MERGE`, and commit it with the metadata of the follower.
-    5. Delta stores values of partition columns as texts, in names of directories. It reads two
+    5. Delta stores values of partition columns as texts, in names of directories. Delta reads two
        texts as null: the empty text, and the name that represents null. The follower rejects both
        texts: a `MERGE` would not find the row with such a key, and would insert it again. The time
        zone is UTC, because in other zones two timestamps have the same text when daylight saving

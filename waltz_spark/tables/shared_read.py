@@ -173,7 +173,7 @@ class SharedSparkFollowedLog:
 class SharedRead:
     """Reads the transactions of tasks, and yields the last changes of each table (rule 2).
 
-    Spark passes the numbers of tasks: one number to each of its own tasks.
+    Each Spark task receives one number: the index of an element of `tasks`.
     """
 
     tasks: Sequence[ReadTask]

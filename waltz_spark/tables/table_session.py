@@ -1,4 +1,4 @@
-"""A session for writing a table: Delta reads the identifier of a `MERGE` from its settings.
+"""The session that writes a table. Its settings contain the identifier of a `MERGE` for Delta.
 
 In the session of the user, another query would inherit the identifier, and Delta would skip the
 commits of that query as repetitions.

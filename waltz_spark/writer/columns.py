@@ -4,8 +4,8 @@ The module rejects invalid columns: on the driver by type (`check_schema`), on t
 (`RowConverter`).
 
 Rules:
-    1. It processes whole columns: Python code runs for each row only to pack payloads and hash
-       strings.
+    1. The module processes whole columns: Python code runs for each row only to pack payloads and
+       hash strings.
     2. The append columns keep the order of the rows.
 """
 

@@ -7,7 +7,7 @@ Rules:
     1. With `exactlyOnce`, an attempt first claims its task in the write (`TaskClaim`). Then it
        skips the rows that earlier attempts have appended (`earlier_rows.py`).
     2. If the write is already done, its tasks append nothing. They still count and hash their rows:
-       the driver compares them with the rows of the finished write.
+       the driver compares these rows with the rows of the finished write.
 """
 
 import logging
