@@ -175,7 +175,7 @@ def account_of(word: str) -> int:
 
 
 def cents_of(word: str) -> int:
-    """Parse an amount such as 12.50, and return it in cents; raise Refused if it is invalid."""
+    """Convert an amount such as 12.50 to cents; raise Refused if the amount is invalid."""
     try:
         cents = Decimal(word.replace(",", "")) * 100
         is_whole = cents == cents.to_integral_value()

@@ -1,4 +1,4 @@
-"""The bank's books: its entries in the log, and the database that is computed from them.
+"""The bank's books: the entries in the log, and the database computed from the entries.
 
 `bank_desk.py` decides which entries to write. `bank.py` is the terminal.
 

@@ -15,9 +15,9 @@ The example records every outcome that a writer gets, and then compares the outc
        transaction precedes the other in the log.
 
 A third of the transactions are appended in batches, and a third as single appends. These writers do
-not read first, so locks reject some of their transactions. The last third are contexts, which read
-a counter from the feed, and are retried after rejections. If any comparison fails, the example ends
-with exit code 1.
+not read first, so locks reject some of their transactions. The last third are contexts. A context
+reads a counter from the feed, and is retried after a rejection. If any comparison fails, the
+example ends with exit code 1.
 """
 
 import argparse

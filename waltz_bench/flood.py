@@ -167,7 +167,7 @@ class _TenantProcess:
 
 @asynccontextmanager
 async def _run_greedy_tenant(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
-    """Run the process of a greedy tenant, which makes no load before the first command."""
+    """Run the process of a greedy tenant; it makes no load before the first command."""
     connect = load.flood_connect or load.connect
     process = await asyncio.create_subprocess_exec(
         sys.executable,

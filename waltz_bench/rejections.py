@@ -4,7 +4,7 @@ It kills servers of a local cluster and empties lock files. This shows how much 
 about locks that were written before.
 
 Rules:
-    1. Rows check locks that were never written, with high-water marks of different lags. So all
+    1. Rows have high-water marks of different lags, and check locks that were never written. So all
        rejections are false. Even locks are written, and odd locks are checked.
     2. Before each measurement, the workload writes transactions with different locks, as many as
        the longest lag. So the three measurements begin with the same kind of log.

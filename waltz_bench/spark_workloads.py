@@ -172,7 +172,7 @@ class _IdRangePartition(InputPartition):
 
 
 class MemorySource(DataSource):
-    """A source of batches like those of the log, from memory, and a sink that discards rows."""
+    """A source that yields similar batches from memory, and a sink that discards rows."""
 
     @classmethod
     def name(cls) -> str:

@@ -72,7 +72,7 @@ _REPORTS: Final[dict[str, str]] = {
 
 
 def use_scenario_names(text: str) -> str:
-    """Replace the names of storages and servers in a text by those of scenarios (rule 3)."""
+    """Replace the names of storages and servers in a text by their scenario names (rule 3)."""
 
     def name(found: re.Match[str]) -> str:
         storage, server = found.groups()

@@ -53,8 +53,8 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     """Run `seed_count` seeds from `first` on, or for `seconds`; return the sums of their results.
 
     It must be called on the main thread. `on_progress` is called every few seconds with the sums so
-    far and the elapsed seconds. If `sums` is given, the results are added to it, so that they are
-    available after an interrupt.
+    far and the elapsed seconds. If `sums` is given, the results are added to `sums`, so that the
+    results are available after an interrupt.
     """
     assert seed_count is not None or seconds is not None
     began_s = reported_s = time.monotonic()

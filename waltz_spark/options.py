@@ -131,7 +131,7 @@ class ReadOptions:
 
 
 def log_columns(*, has_keys: bool, has_changes: bool) -> tuple[str, ...]:
-    """Return the names of the log's columns, with those of encryption keys and a change feed."""
+    """Return the names of the log's columns, with the error and the change column if needed."""
     optional_columns = [(has_keys, ERROR_COLUMN), (has_changes, CHANGE_COLUMN)]
     return (*LOG_COLUMNS, *(name for is_included, name in optional_columns if is_included))
 

@@ -133,7 +133,7 @@ def adapt_stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReade
 
 
 class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
-    """A stream reader for PySpark before 4.2, which calls `latestOffset` without start and limit.
+    """A stream reader for PySpark before 4.2, where `latestOffset` has no start and no limit.
 
     Rules:
         1. A micro-batch reads everything available. These versions run `availableNow` and `once` as

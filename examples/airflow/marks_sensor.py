@@ -14,7 +14,7 @@ from waltz_core.client import WaltzClient
 
 
 def log_marks(connect: str) -> dict[str, int]:
-    """Return the marks of a log, which include all transactions committed before the call."""
+    """Return the marks of a log. They cover all transactions committed before the call."""
     with WaltzClient(connect) as client:
         marks = client.high_water_marks(linearizable=True)
     return {str(partition): mark for partition, mark in marks.items()}

@@ -61,7 +61,7 @@ from waltz_core.wire.messages import (
 CALM: Final = "calm"
 GREEDY: Final = "greedy"
 LIMITS: Final = PrincipalLimits(5_000_000, 1_000, 40, 40)
-# The server does not know the principal before a handshake, which costs CPU. So the handshakes of
+# A handshake costs CPU, and the server does not know the principal before it. So the handshakes of
 # each host are limited.
 HANDSHAKE_LIMITS: Final = {"handshake_burst_max": 100, "handshakes_per_s_max": 20}
 _CALM_LIMITS: Final = PrincipalLimits(1 << 40, 1 << 40, 1_000, 1_000)
@@ -267,7 +267,7 @@ def _tenant_calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awa
 
 
 def main() -> None:
-    """Run a greedy tenant until it is killed, with a lower CPU priority than measured processes."""
+    """Run a greedy tenant, at a lower CPU priority than measured processes, until it is killed."""
     os.nice(10)
     if sys.platform == "linux" and (policy := os.sched_getscheduler(0)) != os.SCHED_OTHER:
         lowest = os.sched_get_priority_min(policy)

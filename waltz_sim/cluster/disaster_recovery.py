@@ -231,7 +231,7 @@ class DisasterRecovery:
         self._die_if_planned_after("assign")
 
     async def _add_replicas(self, others: "Sequence[ReplicaId]") -> None:
-        """Assign the other replicas one by one, each after the assigned replicas are engaged."""
+        """Assign the other replicas one by one, each when all assigned replicas are engaged."""
         cluster = self._cluster
         for other in others:
             for _ in range(POLLS_MAX):

@@ -262,8 +262,8 @@ class SimCluster:
     def read_all_logs(self) -> None:
         """Read every log completely, so that its damage is known.
 
-        An unreadable log may become readable when it is opened again; otherwise its storage is
-        replaced.
+        An unreadable log may become readable when it is opened again. If it does not, the storage
+        is replaced.
         """
         for storage in self.storages.values():
             if storage.log is not None:

@@ -187,7 +187,7 @@ def slow_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def kill_client(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a client, which may have appends in flight; it restarts as another client."""
+    """Kill a client, perhaps with appends in flight; it restarts as another client."""
     client = rng.choice(cluster.clients)
     if not client.is_up:
         return False

@@ -164,7 +164,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _possible_successors(cluster: SimCluster) -> list[str]:
-    """Return the servers that could take over from a serving owner; empty without such an owner."""
+    """Return the servers that could take over from the owner; empty if no owner is serving."""
     coordinator, owner = cluster.coordinator, cluster.owner
     if owner is None or owner.is_paused or owner.name in coordinator.cut_off:
         return []
@@ -317,9 +317,9 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
 def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
     """Accept a replica's log by a command, which may die after each step and is then run again.
 
-    Often the replica has lost its last records and is suspect, another replica lacks these records,
-    and the replicas that have them are down. Then a partial run of the command must not open the
-    partition.
+    Often the replica has lost its last records, and is suspect. Another replica lacks these
+    records, and the replicas that have the records are down. Then a partial run of the command must
+    not open the partition.
     """
     metadata, replicas = cluster.coordinator.metadata, list(cluster.replicas)
     held = {} if metadata is None else metadata.states

@@ -1,4 +1,4 @@
-"""The reference history of a run, which is independent of the machines under test.
+"""The reference history of a run, independent of the machines under test.
 
 If a checker read committed data from the machines, it would inherit their bugs. So the history is
 built from the batches that are sent to replicas, and from the results that are sent to

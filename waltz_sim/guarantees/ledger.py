@@ -26,7 +26,7 @@ from waltz_sim.guarantees.history import NUMBER_BYTES, Violation
 # The kind, the two positions, and the value read at each position.
 _BODY: Final = struct.Struct(">BiiQQ")
 INITIAL_BALANCE: Final = 100
-# The locks of each kind differ from those of other kinds and of plain rows.
+# The locks of each kind differ from the locks of other kinds and of plain rows.
 _LOCKS_PER_KIND: Final = 1_000
 
 

@@ -253,7 +253,7 @@ class OutcomeGuarantees:
     def on_context_ended(
         self, operation: Operation, result: TransactionId | Exception | None
     ) -> None:
-        """11. OutcomeTruth: check an attempt of a context, which ends with an ID or an error."""
+        """11. OutcomeTruth: check the result of a context's attempt, an ID or an error."""
         if isinstance(result, OutcomeUnknown):
             operation.outcome = "unknown"
         elif isinstance(result, int):

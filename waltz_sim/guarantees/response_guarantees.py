@@ -304,7 +304,7 @@ class ResponseGuarantees:
             self._acknowledged.append((self._state.world.now_ms, transaction_id))
 
     def highest_acknowledged(self, at_ms: int) -> int:
-        """Return the highest ID acknowledged up to a time in ms, which must not decrease."""
+        """Return the highest ID acknowledged up to `at_ms`; `at_ms` must never decrease."""
         known = self._acknowledged
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()

@@ -6,8 +6,8 @@ and a test can remove or move a sync without running the program again.
 
 Rules:
     1. Only synced data is certain. Of the later changes, each sector, each size and each directory
-       entry is kept or lost independently, in any order. If one of them has changed several times,
-       any of its values may remain.
+       entry is kept or lost independently, in any order. If a sector, size or entry has changed
+       several times, any of its values may remain.
     2. `Sync` makes a file's bytes and size durable, but not its name. `SyncDirectory` makes the
        entries of one directory durable, but neither the directory's own entry in its parent, nor
        the contents of files.

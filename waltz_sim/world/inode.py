@@ -79,7 +79,7 @@ class Inode:
             durable[start:end] = visible[start:end]
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Make clean sectors show their durable content (rule 8), with lost syncs and bit rot.
+        """Make clean sectors show their durable content (rule 8), including lost syncs and bit rot.
 
         The visible size stays, because the operating system has it in memory.
         """

@@ -9,8 +9,9 @@ Rules:
     2. A power loss keeps any subset of the unsynced sectors, and any size between the durable and
        the visible size. Of the changes of names, it keeps the first few, as a journal does.
     3. A sector (512 bytes) is written as a whole or not at all, also by a failing write.
-    4. After a failed sync, the sectors are marked as clean. So the program sees them, but they
-       never become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
+    4. After a failed sync, the sectors are marked as clean. So the program sees the sectors, but
+       the sectors never become durable, and the next sync reports no error. ext4, XFS and Btrfs do
+       the same.
     5. Every call that changes the disk is a step. A fault is planned for the step with a given
        number, for the next step of a given kind, or for a read. A callback reports when the fault
        occurs.
@@ -460,7 +461,7 @@ class SimDisk:
         return Contents(files, frozenset(self._directories))
 
     def replace_contents(self, contents: Contents) -> None:
-        """Replace all contents by those of a backup; the caller has closed all files."""
+        """Replace all contents by the contents of a backup; the caller has closed all files."""
         self._names = {
             path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
         }
@@ -539,7 +540,7 @@ class SimDisk:
             raise DiskFailed(f"{call_name} {path}: input/output error")
 
     def space_after(self, inode: Inode, size: int) -> int:
-        """Return the free bytes if a file had `size` bytes; negative if they are too few.
+        """Return the bytes that would be free if a file had `size` bytes; negative if too few.
 
         Returns 0 for a disk without a limit, and for a file that does not grow.
         """

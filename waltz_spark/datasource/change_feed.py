@@ -53,8 +53,8 @@ def resolve_rule_columns(options: ReadOptions, schema: StructType) -> ReadOption
     """Return the options of a change feed; its rules spell columns as the schema does.
 
     Raises:
-        BadConfig: the schema lacks a column of the rules, or the column has a type that they
-            exclude.
+        BadConfig: the schema lacks a column of the rules, or such a column has a type that the
+            rules exclude.
     """
     rules = options.change_feed_rules
     assert rules is not None

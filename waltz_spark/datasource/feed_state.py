@@ -108,8 +108,7 @@ class FeedState:
         self._database.executemany("DELETE FROM latest WHERE key = ?", keys)
 
     def save_replaced_rows(self, rows: Iterable[tuple[bytes, StoredRow | None]]) -> None:
-        """Store the rows that the next changes replace, for a return to `previous_mark` (rule
-        2)."""
+        """Store the rows that the next changes replace, so that the state can return (rule 2)."""
         if self._is_private:
             return
         self._database.executemany(

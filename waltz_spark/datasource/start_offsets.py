@@ -33,7 +33,7 @@ _log = logging.getLogger("waltz")
 def starts(
     client: WaltzClient, options: ReadOptions, sources: Mapping[int, ReplicaSet]
 ) -> dict[int, int]:
-    """Return the exclusive start of each partition in `sources`, which has the current marks.
+    """Return the exclusive start of each partition. `sources` has the current marks.
 
     Raises:
         BadConfig: the user specified marks, but none for one of the partitions.

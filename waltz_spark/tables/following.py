@@ -139,10 +139,10 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         table: the name of the table, or its path or URL. If the table does not exist, it is
             created.
         key: the key column or columns; none for Parquet.
-        schema: the columns of the table: those of the payload, and those of the log by their names.
-            The table has two more columns, `_partition` and `_transaction_id`. Without a schema,
-            columns are inferred from the payloads, which must be msgpack or JSON; this works for
-            Delta tables only.
+        schema: the columns of the table: columns of the payload, and columns of the log by their
+            names. The table has two more columns, `_partition` and `_transaction_id`. Without a
+            schema, columns are inferred from the payloads. The payloads must be msgpack or JSON,
+            and the table must be a Delta table.
         format: the format of a new table: delta (default), iceberg, or parquet. A Parquet table
             only gains rows, and each call for it needs `format`.
         headers: the headers of transactions that belong to the table; default: all transactions.
@@ -154,8 +154,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             changes. The columns of the table are those that the function returns. Workers must be
             able to import the module.
         tables: several tables by name, path or URL, in place of the arguments above. The log is
-            read once for all of them. Each table has its own commits and marks; the result has them
-            by table.
+            read once for all tables. Each table has its own commits and marks; the result has the
+            marks by table.
         follower: the name of the follower in the commits of the table.
         start: the start of a new table. It is a commit time (in UTC if it has no time zone), or a
             mapping with the mark before the first transaction of each partition. Default: the first
@@ -337,9 +337,9 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
             waltz_spark.upsert(df, connect, table="/tables/accounts", key="id")
 
     Args:
-        df: transactions of the log, with the columns `partition` and `transaction_id`, with
-            `delete_headers` also `header`, and with the columns of the table. A transaction may
-            have several rows with different keys.
+        df: transactions of the log, with the columns `partition` and `transaction_id`, and the
+            columns of the table. With `delete_headers`, column `header` is also required. A
+            transaction may have several rows with different keys.
         connect: the connect string of the transactions' cluster.
         table: the name of the table, or its path or URL. If the table does not exist, it is
             created.

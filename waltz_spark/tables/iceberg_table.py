@@ -10,8 +10,9 @@ Rules:
        rejects this move, and the follower raises `Superseded`. If another program has dropped the
        branch, Iceberg commits the batch on top of `main`, in a new branch. So the follower also
        checks that the parent of the new snapshot is v.
-    2. Every snapshot in the history of `main` contains its marks and the rows up to them. So a
-       rollback to such a snapshot needs no repair: the follower continues from its marks.
+    2. Every snapshot in the history of `main` contains its marks and the rows up to these marks. So
+       a rollback to such a snapshot needs no repair: the follower continues from the snapshot's
+       marks.
     3. Snapshots that only replace files (compaction) do not count as commits of other programs.
     4. The position columns are `_log_partition` and `_transaction_id`, because `_partition` is one
        of Iceberg's metadata columns.
@@ -167,7 +168,7 @@ class MergedIcebergTable:
                 limit *= 100
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
-        """Merge changes and commit the marks with them; return whether there is a new snapshot.
+        """Merge changes, and commit the marks in the same snapshot; return whether it exists.
 
         Raises:
             BadRequest: a key has changes in two partitions.

@@ -1,4 +1,4 @@
-"""The changes of several tables in a part of the log, which is read once for all of them.
+"""Reads a part of the log once, and returns the changes of several tables.
 
 Rules:
     1. A task reads the columns of the log, filtered by the headers of all tables. Each table

@@ -25,7 +25,7 @@ def table_session(spark: SparkSession) -> Iterator[SparkSession]:
         yield session
     finally:
         if is_connect_session(session):
-            # This is not stop(), which would stop a server that this process has started.
+            # Not stop(), because it would stop a server that this process has started.
             with contextlib.suppress(Exception):  # otherwise the session expires after an hour
                 session.client.release_session()
 

@@ -10,7 +10,7 @@ Rules:
     3. The input is not read while `maxInFlight` batches wait for an answer. It is also not read
        while as many rejected rows as fit into `maxInFlight` batches wait for their recomputation.
     4. With a `recompute` function, rejected rows are recomputed after a delay. Other rows do not
-       wait for them, so recomputed rows may be sent after later rows of the input.
+       wait for rejected rows, so recomputed rows may be sent after later rows of the input.
 """
 
 import time

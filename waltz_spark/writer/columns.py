@@ -1,4 +1,4 @@
-"""Converts the columns of a DataFrame to those of an append: payload, locks, partition, mark.
+"""Converts the columns of a DataFrame to append columns: payload, locks, partition, mark.
 
 The module rejects invalid columns: on the driver by type (`check_schema`), on the executor by value
 (`RowConverter`).

@@ -52,7 +52,7 @@ class EarlierRows:
             with its partition, one without.
         others: the row keys of records from other tasks of earlier runs, of both kinds.
         next_sequences: by partition, the request number after the highest one in the log.
-        keys: computes the keys of rows, in the same way as those of the records.
+        keys: computes the keys of rows, in the same way as the keys of the records.
     """
 
     def __init__(

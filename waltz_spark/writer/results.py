@@ -171,7 +171,7 @@ def is_result_file_of(name: str, write: str) -> bool:
 def publish_results(
     results_path: str, names: list[str], write: str, summary: dict[str, object]
 ) -> None:
-    """Make the named files of a write visible, and delete those of its other attempts (rule 1)."""
+    """Make the named files of a write visible; delete the files of other attempts (rule 1)."""
     directory = open_results_directory(results_path)
     for name in names:
         with suppress(FileNotFoundError):  # an executor has another local directory

@@ -107,7 +107,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         remove_writes(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log the number of committed rows; a repeated micro-batch will find them in the log."""
+        """Log the number of committed rows. A repeated micro-batch finds these rows in the log."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
             return  # the error has the row counts

@@ -1,4 +1,4 @@
-"""Passes the counts of a stream's written rows from the process that commits them to the driver.
+"""Passes the counts of a stream's written rows to the driver, from the committing process.
 
 Spark commits each micro-batch in a Python process on the driver's machine, and passes no counts on
 (docs/decisions/067). So `waltz_spark.export_metrics` makes a file for each query, to which the
