@@ -324,7 +324,7 @@ async def _run_scenario(
     scenario: Callable[[_FailoverRun], Awaitable[None]],
     step_kind: str | None,
 ) -> WorkloadResult:
-    """Run a scenario under load; report the gaps of the steps of one kind, or of all for None."""
+    """Run a scenario under load; report the gaps of steps of `step_kind` (None: all steps)."""
 
     if meter.cluster is None:
         raise BadConfig(

@@ -282,7 +282,7 @@ def _make_progress_printer(seed_count: int | None) -> Callable[[Coverage, float]
 
 
 def _print_failures(sums: Coverage, generator: ScheduleGenerator) -> dict[int, Path]:
-    """Print all failures, and shorten the first schedules; return their files by seed (rule 2)."""
+    """Print all failures; shorten the first schedules, and return their files by seed (rule 2)."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
         print_error(f"seed {failure.seed} broke {failure.rule}: {_shorten_text(failure.text)}")

@@ -134,7 +134,7 @@ class ScenarioRunner:
                 self.cluster.world.call_after_us(0, partial(self.run_command, command))
 
     def run_when(self, milestone: str, command: str) -> None:
-        """Run a command as soon as a milestone occurs whose line contains a text."""
+        """Run a command as soon as the line of a milestone contains a text."""
         self._triggers.append((milestone, command))
 
     def run_for(self, duration_ms: str) -> None:

@@ -212,7 +212,7 @@ def schedule_of(
 
 
 def _with_archive(seed: int, setup: Setup) -> Setup:
-    """Give some worlds an archive, and small segments and short sessions to remove segments."""
+    """Give some worlds an archive, with small segments and short sessions, to remove segments."""
     rng = random_of_number(seed ^ 0xA2C41)
     if rng.random() >= ARCHIVE_SHARE:
         return setup

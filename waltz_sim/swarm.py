@@ -32,8 +32,8 @@ from waltz_sim.run import DEFAULT_GENERATOR, ScheduleGenerator, run_seed
 CHUNK_SEEDS: Final = 8
 PROGRESS_INTERVAL_S: Final = 5.0
 POLL_INTERVAL_S: Final = 0.2  # the longest delay until an interrupt is handled
-# A world is full of reference cycles, and is released as a whole. More frequent collections would
-# find nothing, and cost some percent of the time.
+# A world is full of reference cycles, and is released as a whole. More frequent garbage collections
+# would find nothing, and cost some percent of the time.
 COLLECTION_THRESHOLD: Final = 200_000
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -74,7 +74,7 @@ else:
     else:
 
         class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):
-            """A writer to which PySpark 4.0 passes Arrow batches, because of its second base."""
+            """A writer that gets Arrow batches in PySpark 4.0 through its second base class."""
 
 
 __all__ = [
@@ -139,8 +139,8 @@ class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
         1. A micro-batch reads everything available. These versions run `availableNow` and `once` as
            one micro-batch, so a limit would end such a query too early. The reader cannot detect
            the query's trigger.
-        2. The start is the offset that Spark has used last. Before the first micro-batch, it may be
-           unknown. In this case `partitions` checks for data loss, because it receives both
+        2. The start is the offset that Spark has used last. Before the first micro-batch, the start
+           may be unknown. In this case `partitions` checks for data loss, because it receives both
            offsets.
     """
 

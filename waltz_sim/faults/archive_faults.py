@@ -186,7 +186,7 @@ def _request_expiry(cluster: SimCluster, before: TransactionId, tries_left: int)
 
 
 def expire_rows_in_doubt(cluster: SimCluster, rng: "Random") -> bool:
-    """Let all archived objects expire while an owner and some clients do not learn outcomes."""
+    """Let all archived objects expire while outcomes do not reach an owner and some clients."""
     if not cluster.setup.expires or not strand_owner(cluster, rng):
         return False
     for client in cluster.clients:
@@ -306,7 +306,7 @@ def _lose_marks(cluster: SimCluster, rng: "Random", *, is_recent: bool) -> bool:
 
 
 def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
-    """Accept the log of a replica that ends below the archived mark, by mistake.
+    """Accept, by mistake, a replica's log that ends below the archived mark.
 
     The log lacks acknowledged transactions, so no session may open with it. Often all servers
     restart as well, so that no server has the former mark in memory.

@@ -349,7 +349,7 @@ class ArchiveGuarantees:
     # ---- the end
 
     def archived_data_before(self, first: int) -> Iterator[bytes]:
-        """Yield the data of transactions before an ID, from objects or (expired) the history."""
+        """Yield the data of transactions before an ID, from objects, or the history if expired."""
         if first == 0:
             return
         recorded = self._recorded_mark

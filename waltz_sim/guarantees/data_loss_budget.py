@@ -153,7 +153,7 @@ def _has_lost_batches(log: PartitionLog) -> bool:
 
 
 def read_whole_log(log: PartitionLog) -> None:
-    """Read a whole log, so that it finds its damage; raise WaltzError if that fails."""
+    """Read a whole log, so that its damage is detected; raise WaltzError if that fails."""
     at = TransactionId(log.start.transaction_id + 1)
     while at <= log.synced_max:
         log.lineage(at, at)

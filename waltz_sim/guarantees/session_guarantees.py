@@ -95,8 +95,8 @@ class SessionGuarantees:
         self._claim_nonces: dict[SessionId, dict[bytes, None]] = {}
         self._version = 0
         self._last_claimants: list[str] = []
-        # From the disks: the highest promise and mark session of each replica so far, and which
-        # replicas have synced each chain.
+        # From the disks: for each replica, the highest promise and the highest last session in its
+        # slots; for each chain, the replicas that have synced the chain.
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}

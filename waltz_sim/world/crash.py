@@ -592,7 +592,7 @@ def without_change(changes: Sequence[DiskChange], position: int) -> list[DiskCha
 
 
 def with_delayed_sync(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | None:
-    """Return the changes of a program that makes a sync after the next sync; None for the last."""
+    """Return the changes if a program delays a sync until after the next; None for the last."""
     after = next((sync for sync in sync_positions(changes) if sync > position), None)
     if after is None:
         return None

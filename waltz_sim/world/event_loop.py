@@ -130,7 +130,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # ---- the interface of the world
 
     def run_inside(self, call: Callable[[], object]) -> None:
-        """Call inside the loop, and run all ready callbacks (rule 2); raise as in rule 3."""
+        """Call a function in the loop, and run all ready callbacks (rule 2); raise as in rule 3."""
         if self._is_running:
             call()
             return

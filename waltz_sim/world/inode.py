@@ -23,7 +23,7 @@ class Inode:
     locked_by: object | None = None
 
     def mark_written(self, start: int, end: int) -> None:
-        """Mark the sectors of written bytes as dirty, and those wholly written as readable."""
+        """Mark the sectors of written bytes as dirty, and fully written sectors as readable."""
         if start >= end:
             return
         first, last = start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES

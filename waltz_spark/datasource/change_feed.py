@@ -45,7 +45,7 @@ _CHANGE_TYPES = pa.array(["insert", "update_preimage", "update_postimage", "dele
 _INSERT, _UPDATE_PREIMAGE, _UPDATE_POSTIMAGE, _DELETE = range(len(_CHANGE_TYPES))
 _NO_ROW = -1
 _EMPTY_MAP_PAYLOADS = {"msgpack": b"\x80", "json": b"{}"}
-# Replaces a payload that is null; no payload of a format with schemas is empty.
+# Replaces null payloads, because payloads of formats with schemas are never empty.
 _NULL_REPLACEMENT = b""
 
 

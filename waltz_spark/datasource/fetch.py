@@ -76,7 +76,7 @@ class BatchConverter:
             self._encryption = decryption_of(options)
             columns += [name for name in _DECRYPTION_COLUMNS if name not in columns]
         # A count needs no columns, but the batches must have the number of rows: read the narrowest
-        # one.
+        # column.
         self.columns = columns or ["partition"]
 
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:

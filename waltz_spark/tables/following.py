@@ -126,9 +126,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
 ) -> dict[int, int] | dict[str, dict[int, int]]:
     """Keep tables equal to the log, batch by batch; return the high-water marks of the tables.
 
-    Each batch is one commit, which also stores the marks. So the table equals a replay of the log
-    whenever the driver, an executor or a task is killed. A repeated call continues at the marks of
-    the table. `waltz-core follow` can continue the same table without Spark.
+    Each batch is one commit, which also stores the marks. So the table equals a replay of the log,
+    even after the driver, an executor or a task was killed. A repeated call continues at the marks
+    of the table. `waltz-core follow` can continue the same table without Spark.
 
         waltz_spark.follow(spark, connect, table="/tables/accounts", key="id",
                            schema="id long, owner string, op string", delete_where="op = 'D'")

@@ -45,7 +45,7 @@ from waltz_spark.tables.log_changes import (
 )
 from waltz_spark.worker_errors import without_stack_each
 
-# The columns of the log with which tables select transactions, and which error messages name.
+# The columns of the log that tables use to select transactions, and that error messages name.
 _SELECTION_COLUMNS = ("partition", "transaction_id", "header")
 _LOG_SCHEMA = StructType(
     [

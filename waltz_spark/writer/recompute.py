@@ -295,7 +295,8 @@ def _check_result(
     """Return the numbers of the replaced rows, and the recomputed rows with the input's columns.
 
     Raises:
-        BadRequest: the answer violates rule 3; the error has the expected and the found value.
+        BadRequest: the function's result violates rule 3; the error has the expected and the found
+            value.
     """
     if isinstance(answer, pa.RecordBatch):
         answer = pa.Table.from_batches([answer])
