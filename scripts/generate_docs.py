@@ -1,7 +1,7 @@
 """Generate the samples in `conf/`, the tables in `docs/` and the layers in ARCHITECTURE.md.
 
-A test compares the files with `generated_files()`, so that they always match the code. The tables
-of `docs/reference/` are in the package `reference`.
+A test compares the files with `generated_files()`, so that the files always match the code. The
+tables of `docs/reference/` are in the package `reference`.
 """
 
 import ast

@@ -11,7 +11,7 @@ Rules:
     2. `of_without` is the rate of appends while the archive keeps up, divided by the rate of an
        equal cluster without an archive. The two clusters are measured alternately, in windows of
        `--seconds`.
-    3. The report contains the largest size of a storage's directory that was observed.
+    3. The report contains the largest observed size of a storage's directory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The workload `hot-lock`: eight clients increment one counter under one lock.
 
-Each transaction contains the new value, and the ID of the transaction from whose value it was
-computed. Afterwards the workload checks the log.
+Each transaction contains the new value, and the ID of the transaction that wrote the old value.
+Afterwards the workload checks the log.
 
 Rules:
     1. A client computes a value only from a known value. The client has read the known value in the

@@ -3,8 +3,8 @@
 They measure a service that sends one transaction at a time. `batch_appends.py` measures batches.
 
 Rules:
-    1. Depending on the workload, each append has its own lock, or a lock that others use as well.
-       After a rejection, a writer waits until the log has advanced.
+    1. Depending on the workload, each append has its own lock, or a lock that other appends use as
+       well. After a rejection, a writer waits until the log has advanced.
     2. Afterwards the acknowledged transactions are checked in the log.
 """
 

@@ -1,7 +1,7 @@
 """The workloads `spark-write` and `spark-read`: write and read the log through Spark.
 
 They alternate with a measurement of the ceiling: a source that yields similar batches from memory,
-or a sink that discards them. `of_ceiling` is the rate of the log divided by the rate of the
+or a sink that discards all batches. `of_ceiling` is the rate of the log divided by the rate of the
 ceiling. Both rates are medians of several rounds after a warm-up.
 """
 

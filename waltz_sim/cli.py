@@ -3,9 +3,9 @@
 Rules:
     1. Exit code 0 means that every seed was run, that no seed broke a rule, and that the coverage
        is sufficient.
-    2. The report of a failing seed contains the broken rule, a sentence, the command that replays
-       the seed, and a file with a shortened schedule. The file stays valid when the meaning of
-       seeds changes.
+    2. The report of a failing seed contains the broken rule, a description, the command that
+       replays the seed, and a file with a shortened schedule. The file stays valid when the meaning
+       of seeds changes.
     3. An interrupt ends this command like any other command, and one line reports the results so
        far.
 """

@@ -18,7 +18,7 @@ world runs until no milestone has occurred for a while. The milestones of the st
         ...
 
 Rules:
-    1. The world of a scenario is calm: every delay is the middle one of its range, and faults occur
+    1. The world of a scenario is calm: every delay is the middle of its range, and faults occur
        only by commands.
     2. All checkers of the simulator are active. At the end of a scenario all faults are repaired,
        and the cluster must recover, unless the scenario has the command `leave the cluster broken`.

@@ -122,7 +122,8 @@ def new_session(spark: SparkSession) -> SparkSession:
         session = kind(builder)
     if not hasattr(session.client, "_release_futures"):
         # Before 4.2, closing a client ends the threads of all clients of the process, even while
-        # another client starts a task in them. Python's garbage collection also closes clients.
+        # another client starts a task in these threads. Python's garbage collection also closes
+        # clients.
         session.client.close = session.client._channel.close
     return cast("SparkSession", session)
 

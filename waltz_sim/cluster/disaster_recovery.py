@@ -4,8 +4,8 @@ The production code (`cluster/change/rebuilding.py`) chooses the log, and the or
 steps. This module queries storages and writes to ZooKeeper, as the commands do.
 
 Rules:
-    1. The command claims a session that is later than the promises of all storages. It uses only
-       answers in this session. `accept-replicas` first claims the session in ZooKeeper.
+    1. The command claims a session that is later than the promises of all storages. The command
+       uses only answers in this session. `accept-replicas` first claims the session in ZooKeeper.
     2. The command may die after each durable step. Afterwards it may be run again, or not.
     3. With `accept-replicas` an operator may decide to lose acknowledged transactions. The checkers
        would report such a loss. So a command that would lose transactions dies before it writes to

@@ -8,7 +8,7 @@ Rules:
        this cluster.
     2. The rows have only append locks: their authors read no data that the checkers would have to
        know.
-    3. Their commit stamps may be later than the clocks of this cluster.
+    3. The commit stamps of the rows may be later than the clocks of this cluster.
     4. If objects may expire, the first objects may have expired before the restore.
     5. The last object may have more batches than the manifest lists, because the log was restored
        up to a batch within the object.

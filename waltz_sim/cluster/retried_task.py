@@ -2,7 +2,7 @@
 
 The first attempt has read the generation, and is paused before it mounts. The second attempt mounts
 with a higher connection sequence, appends all rows, and disconnects. Then the first attempt
-continues: it mounts and appends the same rows. The server's fences must reject it
+continues: it mounts and appends the same rows. The server's fences must reject the first attempt
 (`server/append/mounts.py`, rule 1).
 
 Rules:

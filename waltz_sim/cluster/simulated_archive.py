@@ -4,9 +4,9 @@ It replaces `archive/store.py` and `archive/upload.py`, which block. Here every 
 virtual time. A request may fail, may be carried out without an answer, or may be carried out much
 later, even after its sender has died.
 
-An object is not a Parquet file, because encoding one takes longer than all other work of a
-schedule. The guarantees do not depend on this format. An object has the records of its batches, and
-their lineage. Manifests have the same bytes as in production.
+An object is not a Parquet file, because the encoding of a Parquet file takes longer than all other
+work of a schedule. The guarantees do not depend on this format. An object has the records of its
+batches, and their lineage. Manifests have the same bytes as in production.
 
 Rules:
     1. A write is carried out at once, late, or never. Only an answer without an error shows that it

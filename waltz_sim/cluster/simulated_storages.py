@@ -4,7 +4,7 @@ It replaces `storage/process/storage_daemon.py`. It runs the service's effects i
 its power may fail between any two steps of its disk.
 
 Rules:
-    1. The service, the engine and the files are the unchanged production ones.
+    1. The service, the engine and the files are unchanged production code.
     2. A piece of work takes effect at one moment. Its answers follow after the duration of the disk
        access. If the process dies in between, all data is durable and no request is answered. If
        the process dies during the work, it dies at a step of its disk (`SimDisk.plan_fault`).

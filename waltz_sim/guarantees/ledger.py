@@ -9,7 +9,7 @@ Rules:
     1. A checked transaction reads two values at its mark. It has a write lock on a value that it
        changes, and a read lock on a value that it only reads.
     2. The values that it writes follow from the values that it read and from its number. So the log
-       alone determines them.
+       alone determines the written values.
     3. TRANSFER moves money between two accounts (the bank). PUSH appends to a list and states its
        length (list-append). GUARD lets the first of a pair leave only while the second one stays
        (write skew).

@@ -5,8 +5,8 @@ has sent it, or whether the client will accept it.
 
 Rules:
     1. A server sends an outcome or a high-water mark only while a store session is open and
-       settled, or in the step that closed it. It may send records of the log from any session that
-       was open.
+       settled, or in the step that closed it. A server may send records of the log from any session
+       that was open.
     2. A mark that was not confirmed by a quorum is no older than
        `high_water_mark_staleness_ms_max`.
     3. After a client's row was lost, none of its later rows on that connection is committed until

@@ -1,7 +1,8 @@
 """A disk in memory that can lose unsynced data: the simulated version of `file_system.py`.
 
-A storage's promises must survive a power loss, and a real disk cannot simulate one. For each file,
-this disk keeps the visible content, the durable content, and the set of sectors that differ.
+A storage's promises must survive a power loss, and a real disk cannot simulate a power loss. For
+each file, this disk keeps the visible content, the durable content, and the set of sectors that
+differ.
 
 Rules:
     1. Only `sync` and `sync_directory` make data durable, and only the data of their own file or

@@ -7,7 +7,7 @@ commits changes to a Delta table, and `iceberg_table.py` to an Iceberg table. Bo
 `MERGE` of `merge_statement.py`, in a session from `table_session.py`. `parquet_files.py` adds rows
 to Parquet files. `spark_errors.py` recognizes errors of Spark, Delta and Iceberg.
 
-The loop is that of the core (`waltz_core/tables/follower.py`). So a follower with Spark continues a
-Delta table or Parquet files of a follower without Spark, and vice versa.
+The loop is the same as in the core (`waltz_core/tables/follower.py`). So a follower with Spark
+continues a Delta table or Parquet files of a follower without Spark, and vice versa.
 docs/decisions/049-tables-that-follow-the-log.md has the design.
 """

@@ -168,7 +168,7 @@ class MergedIcebergTable:
                 limit *= 100
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
-        """Merge changes, and commit the marks in the same snapshot; return whether it exists.
+        """Merge changes and store the marks in one commit; return whether there is a new snapshot.
 
         Raises:
             BadRequest: a key has changes in two partitions.

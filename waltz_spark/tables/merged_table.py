@@ -162,7 +162,7 @@ class MergedDeltaTable:
             return state
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
-        """Merge changes, and commit the marks in the same version; return whether it exists.
+        """Merge changes and store the marks in one commit; return whether there is a new version.
 
         Raises:
             BadRequest: a key has changes in two partitions.

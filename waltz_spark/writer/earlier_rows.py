@@ -12,8 +12,8 @@ Rules (docs/spark.md, "Exactly once"):
     3. If no row matches a record, the input has changed, so the write fails.
     4. If a row of this task matches a record that another task of an earlier run has appended, the
        write fails. The row may be in the log already, because the earlier run has split the input
-       into tasks differently. It may also be another row with the same content. The two cases
-       cannot be distinguished.
+       into tasks differently. Or the record may belong to another row with the same content. The
+       two cases cannot be distinguished.
     5. Nothing is appended until rules 2 to 4 have been checked; until then, rows are stored in a
        file. So a run that fails because of these rules does not change the log, and a correct run
        can continue.

@@ -99,7 +99,7 @@ class WriteJob:
     """The common part of all tasks in one run of a write.
 
     `marks` are the high-water marks of the log at `start_ms`, the start of the run; `options.marks`
-    are those that the user specified. `run` is the name of the run, and `write` the name of the
+    are the marks that the user specified. `run` is the name of the run, and `write` the name of the
     write, None without `exactlyOnce`. `keep_ms` is the retention of a write that its first task
     begins.
     """

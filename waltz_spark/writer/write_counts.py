@@ -1,8 +1,8 @@
 """Passes the counts of a stream's written rows to the driver, from the committing process.
 
 Spark commits each micro-batch in a Python process on the driver's machine, and passes no counts on
-(docs/decisions/067). So `waltz_spark.export_metrics` makes a file for each query, to which the
-commit adds.
+(docs/decisions/067). So `waltz_spark.export_metrics` makes a file for each query, and the commit
+adds its counts to this file.
 
 Rules:
     1. Without a file, a commit writes nothing.
