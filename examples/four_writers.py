@@ -143,7 +143,7 @@ class Counters(Callbacks):
         return PoisonPolicy.RETRY
 
     def value(self, counter: int) -> int:
-        """Return the counter's latest value in the feed, or 0 if it has none."""
+        """Return the counter's latest value in the feed, or 0 if there is none."""
         with self._lock:
             return self._values.get(counter, 0)
 

@@ -234,7 +234,7 @@ class _ArchiveRun:
             self._record_figures("feed", feed.seen_count, start_s)
 
     def read_with_spark(self, url: str) -> None:
-        """Compare all rows in the archive with Spark, and time it against an equal Parquet file."""
+        """Check all rows in the archive with Spark; time Spark against an equal Parquet file."""
         from waltz_spark.api import session  # noqa: PLC0415 - the other parts need no Spark
         from waltz_spark.shared_clients import close_clients  # noqa: PLC0415
 

@@ -54,7 +54,7 @@ class _AnswerTimes:
         return now >= self.deadline_s and (bool(self.changed_s) or now >= self.start_s + WAIT_S_MAX)
 
     def gaps_s(self) -> list[float]:
-        """Return for each new session the longest time in s without an answer around it."""
+        """Return for each new session the longest time in s without an answer around its start."""
         times = np.array(self.answered_s)
         starts, ends = times[:-1], times[1:]
         return [

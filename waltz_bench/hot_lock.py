@@ -106,7 +106,7 @@ class _Increment(TransactionContext):
 
 
 def _counter_value(data: bytes, run: int) -> int | None:
-    """Return the counter's value in the data of a transaction; None if it is of another run."""
+    """Return the counter's value in a transaction's data; None for another run's transaction."""
     if len(data) < _COUNT.size:
         return None
     data_run, value, _ = _COUNT.unpack_from(data)

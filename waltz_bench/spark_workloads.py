@@ -61,7 +61,7 @@ def write(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
 
 def read(load: BenchLoad, meter: Meter) -> WorkloadResult:
-    """Read `--rows` rows of one partition into Spark; append rows first if it has fewer."""
+    """Read `--rows` rows of one partition into Spark; append rows first if there are fewer."""
     spark = session("waltz bench", master="local[2]")
     try:
         spark.dataSource.register(MemorySource)

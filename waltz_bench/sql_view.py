@@ -167,7 +167,7 @@ def _open_database(load: BenchLoad) -> Iterator[str]:
 def _create_view(
     name: str, url: str, numbers: Sequence[int], applied_count: _AppliedCount
 ) -> tuple[Callbacks, Callable[[], Counter[int]]]:
-    """Create new tables; return the callbacks that fill them, and a function for the balances."""
+    """Create new tables; return callbacks that fill the tables, and a function for the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
 
     from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - needs SQLAlchemy as well

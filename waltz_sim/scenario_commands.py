@@ -160,7 +160,7 @@ class ScenarioRunner:
         process.kill()
 
     def power_off(self, name: str) -> None:
-        """Cut a storage's power: unsynced data is lost, and it stays down until `start`."""
+        """Cut a storage's power until `start`: the storage stays down, and loses unsynced data."""
         storage = self._storage(name)
         self.cluster.kept_down[storage.name] = None
         storage.lose_power(Survival.NOTHING, with_lies=True)

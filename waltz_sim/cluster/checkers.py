@@ -105,7 +105,7 @@ class Checks(CheckerState):
             self.archive.on_log_opened(storage, log)
 
     def on_disk_rolled_back(self, storage: "SimStorage") -> None:
-        """Called when a fault has rolled back a replica's disk, so that its promises are lost."""
+        """Called when a fault has rolled back a replica's disk, and its promises are lost."""
         self.replicas.on_disk_rolled_back(storage)
 
     def on_disk_corrupted(self, storage: "SimStorage") -> None:

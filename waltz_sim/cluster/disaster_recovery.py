@@ -136,7 +136,7 @@ class DisasterRecovery:
         self._die_if_planned_after("claim")
 
     async def _query_storages(self) -> None:
-        """Query the log of every storage that is assigned or known to ZooKeeper, in the session."""
+        """In the session, query the log of each storage that is assigned or known to ZooKeeper."""
         metadata = self._cluster.coordinator.metadata
         held = () if self._accepted is None or metadata is None else metadata.states
         members = dict.fromkeys([*self._cluster.replicas, *held])

@@ -1,7 +1,7 @@
 """A partition that was restored from a backup: its log is in the archive, and no storage has data.
 
 `cluster/change/restoring.py` leaves such a partition in ZooKeeper (docs/decisions/055). The log is
-that of a lost cluster.
+the log of a lost cluster.
 
 Rules:
     1. The objects are stored below the key of the lost cluster, and the manifest below the key of

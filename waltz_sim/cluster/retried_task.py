@@ -43,7 +43,7 @@ POLL_INTERVAL_US: Final = 10_000
 POLLS_MAX: Final = 300
 RETRY_US: Final = 50_000
 ATTEMPTS_MAX: Final = 100
-# The errors that end an attempt: it is fenced, or its generation has ended.
+# The errors that end an attempt: the attempt is fenced, or its generation has ended.
 FENCING_ERROR_CODES: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
 _NO_LOCKS: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), ())
 

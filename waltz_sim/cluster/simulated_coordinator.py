@@ -224,7 +224,7 @@ class SimCoordinator:
         return not server.is_up or is_stopped or server.name in self.cut_off
 
     def watch_hanging(self, server: "SimServer") -> None:
-        """Keep the session of a hanging server until its watchdog ends it (rule 6)."""
+        """Keep the session of a hanging server until the watchdog ends the session (rule 6)."""
         watchdog = Watchdog(SESSION_MS, server.now_ms)
         hang = server.incarnation, server.hang_count
         received_us = self._world.now_us

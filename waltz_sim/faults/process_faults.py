@@ -133,7 +133,7 @@ def pause_server(cluster: SimCluster, rng: "Random") -> bool:
 def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
     """Hang a server's event loop, perhaps forever, while its threads keep its ZooKeeper session.
 
-    At least one other server does not hang, because the partition has to move to it.
+    At least one other server does not hang, because the partition has to move to this server.
     """
     server = rng.choice(cluster.servers)
     hang_ms = rng.choice((300, 1_500, 4_000, None))

@@ -315,7 +315,7 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
-    """Accept a replica's log by a command, which may die after each step and is then run again.
+    """Accept a replica's log by a command. It may die after each step, and is then run again.
 
     Often the replica has lost its last records, and is suspect. Another replica lacks these
     records, and the replicas that have the records are down. Then a partial run of the command must

@@ -107,7 +107,7 @@ class ArchiveGuarantees:
             self._check_unneeded(self._listed_objects[name], self._recorded_mark)
 
     def _check_unneeded(self, entry: ObjectEntry, recorded: ArchivedMark) -> None:
-        """28. Archived: after a rollback of ZooKeeper, files that logs need remain (AR 16)."""
+        """28. Archived: after a rollback of ZooKeeper, files that logs need are kept (AR 16)."""
         for replica in self._state.cluster.replicas:
             start = self._log_starts.get(replica, BEFORE_FIRST)
             if max(entry.first - 1, recorded.last) < start and entry.last >= self._expired_below():

@@ -43,7 +43,7 @@ class LockGuarantees:
             self._writers.setdefault(lock, []).append(transaction_id)
 
     def last_writer(self, lock: int, mark: int) -> int:
-        """Return the ID of the last transaction up to a mark that wrote a lock."""
+        """Return the ID of the last transaction that wrote a lock, up to a mark."""
         writers = self._writers.get(lock, ())
         at = bisect_right(writers, mark)
         return writers[at - 1] if at else BEFORE_FIRST

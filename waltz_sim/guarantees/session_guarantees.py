@@ -101,8 +101,8 @@ class SessionGuarantees:
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
         self._last_of_chain: dict[Chain, int] = {}  # chain -> the last ID of its batch
-        # Answers that the owner has received, each with whether it came from the storage that was
-        # registered at that time.
+        # Answers that the owner has received. A flag states whether an answer came from the storage
+        # that was registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
         self._answered_last: dict[tuple[SessionId, str], int] = {}
         self.decided: dict[SessionId, DecidedMark] = {}

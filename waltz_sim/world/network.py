@@ -183,7 +183,7 @@ class Network:
     # ---- ending
 
     def close(self, link: SimLink, end: int, reason: str = "closed by the other end") -> None:
-        """Close one end; the other end learns of it after the messages in transit (rule 2)."""
+        """Close one end; the other end receives messages in transit, then the close (rule 2)."""
         if not link.is_open[end]:
             return
         link.is_open[end] = False

@@ -149,7 +149,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Do nothing: the connections close when their process exits."""
 
     def _decode_offset(self, start: Offset) -> StreamOffset:
-        """Decode an offset; a partition that is not in it has the mark `BEFORE_FIRST`."""
+        """Decode an offset; a partition that the offset lacks has the mark `BEFORE_FIRST`."""
         client = client_of(self._options.connect)
         partitions = planning.chosen_partitions(self._options, client.partition_count)
         offset_marks, cluster = decode_offset(start)

@@ -1,4 +1,4 @@
-"""`follow` and `upsert`: keep tables equal to a replay of the log up to their marks.
+"""`follow` and `upsert`: keep tables equal to a replay of the log up to the marks of the tables.
 
 Both functions run in the user's Python process, like `append` and `snapshot`.
 """

@@ -249,7 +249,7 @@ def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
 
 
 def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
-    """Return the columns of a table: those of its transactions, or those of its changes function.
+    """Return the columns of a table: the columns of its transactions or of its changes function.
 
     Raises:
         BadConfig: Spark has no type for a column.

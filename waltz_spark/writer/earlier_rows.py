@@ -1,6 +1,6 @@
 """Finds the rows of a task that earlier attempts have appended.
 
-The module handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
+The module handles the rows of an exactly-once write; the client handles the attempts (`TaskClaim`).
 
 Rules (docs/spark.md, "Exactly once"):
     1. The log is read after the client has mounted all partitions of the write. From then on, no
@@ -303,7 +303,7 @@ class _Record(NamedTuple):
 def _read_records(
     client: WaltzClient, partition: int, span: tuple[int, int], client_ids: npt.NDArray[np.int64]
 ) -> Iterator[_Record]:
-    """Yield the records of the wanted clients; data is read only for chunks that contain any."""
+    """Yield the records of the wanted clients; data is read only for chunks with such records."""
     for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
         headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
         positions = np.flatnonzero(

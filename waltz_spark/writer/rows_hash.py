@@ -53,7 +53,7 @@ class RowsHash(NamedTuple):
         return {"rows": self.rows, "rows_hash": self.hex}
 
     def check_equal(self, write: str, summary: Mapping[str, Any], *, hint: str) -> None:
-        """Check that these are the rows of a finished write, if its summary has their hash.
+        """Check that these are the rows of a finished write, if its summary has a hash.
 
         Raises:
             BadRequest: the finished write had other rows; the error has both counts.

@@ -69,7 +69,7 @@ def open_counts(query: str) -> None:
 
 
 def add_counts(query: str, counts: WriteCounts) -> None:
-    """Add to the counts of a query, if it has a file (rules 1 and 4); in the commit."""
+    """In the commit, add to the counts of a query, if the query has a file (rules 1 and 4)."""
     with contextlib.suppress(OSError):
         if _is_own(_directory()) and (_directory() / query).exists():
             _write(_directory() / query, read_counts(query).plus(counts))
