@@ -6,9 +6,9 @@
     python examples/bank.py accounts --connect zk1:2181/waltz/bank \\
         --database postgresql+psycopg://user@host/bank
 
-Without --connect a small cluster runs during the command and keeps its data in --directory; without
---database the database is an SQLite file there. Several processes may use one cluster and one
-database concurrently. `bank_books.py` explains the rules.
+Without --connect, a small cluster runs during the command, and keeps its data in --directory.
+Without --database, the database is an SQLite file in --directory. Several processes may use one
+cluster and one database concurrently. `bank_books.py` explains the rules.
 """
 
 import argparse
@@ -175,7 +175,7 @@ def account_of(word: str) -> int:
 
 
 def cents_of(word: str) -> int:
-    """Parse an amount such as 12.50, and return it in cents; raise Refused if it is invalid."""
+    """Convert an amount such as 12.50 to cents; raise Refused if the amount is invalid."""
     try:
         cents = Decimal(word.replace(",", "")) * 100
         is_whole = cents == cents.to_integral_value()

@@ -1,4 +1,4 @@
-"""The bank's books: its entries in the log, and the database that is computed from them.
+"""The bank's books: the entries in the log, and the database computed from the entries.
 
 `bank_desk.py` decides which entries to write. `bank.py` is the terminal.
 
@@ -6,11 +6,11 @@ Rules:
     1. The log is the source of truth. If the log contains an entry, then the entry has happened.
        The database is computed from the log.
     2. An account belongs to the partition that its lock hashes to. Each entry of an account has the
-       write lock of the account. The entry is computed from a state that is at least as new as its
-       high-water mark. So no balance is ever below zero, and a deactivated account gets no new
-       entries. The database has the same constraints, and they never fail.
-    3. An entry has a key, and a write lock on this key. If the entry is sent again, its partition
-       still contains it only once.
+       write lock of the account. The entry is computed from a state that is at least as new as the
+       entry's high-water mark. So no balance is ever below zero, and a deactivated account gets no
+       new entries. The database has the same constraints, and these constraints never fail.
+    3. An entry has a key, and a write lock on this key. If the entry is sent again, the partition
+       still contains the entry only once.
     4. Locks apply within one partition. A transfer between two accounts of one partition is one
        entry. A transfer between partitions is several entries. First, `send` takes the money from
        the source account. Then the partition of the target account decides, once: `arrive` or
@@ -98,7 +98,7 @@ class Entry(NamedTuple):
                 return [(self.account, self.cents, self.other)]
 
     def locks(self) -> list[int]:
-        """Return the write locks of this entry: of its accounts and of its key (rules 2, 3)."""
+        """Return this entry's write locks, on its accounts and on its key (rules 2, 3)."""
         accounts = [account_lock(account) for account, _, _ in self.effects()]
         return [*accounts, lock("bank-entry", self.key)]
 
@@ -171,7 +171,7 @@ class Books(SqlCallbacks):
     def apply_transactions(
         self, partition: int, transactions: Sequence[Transaction], last: int
     ) -> int:
-        """Apply the first of the transactions; return how many of them the database now includes.
+        """Apply a prefix of the transactions; return how many of them the database now includes.
 
         Another instance may have applied them to the same database.
         """

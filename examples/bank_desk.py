@@ -58,9 +58,9 @@ class WriteEntry(TransactionContext):
 class Bank:
     """The operations of the bank. All amounts are in cents.
 
-    An operation with a `key` may be repeated, for example after a crash, and is done only once. All
-    operations raise `Refused` if the bank rejects them, and an error of `waltz_core.errors` if they
-    fail.
+    An operation with a `key` may be repeated, for example after a crash, and is done only once. An
+    operation raises `Refused` if the bank rejects it, and an error of `waltz_core.errors` if it
+    fails.
     """
 
     def __init__(self, connect: str, engine: sa.Engine) -> None:

@@ -5,8 +5,8 @@
 
 The log contains differences (+100, -80), so no value is overwritten. But before a service writes
 -80, it checks that the balance is at least 80. On a plain log, both services read the same balance
-of 100, and both withdraw. Here the lock rejects the second withdrawal. The second service then
-reads the new balance, and aborts.
+of 100, and both withdraw. With the lock, the log rejects the second withdrawal. The second service
+then reads the new balance, and aborts.
 """
 
 import threading

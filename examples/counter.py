@@ -4,9 +4,9 @@
     python examples/counter.py --plain     the problem: increments get lost
 
 In each round, both services read before either of them writes. On a plain log, both write the same
-new value. Here each write has a write lock on the counter, and the high-water mark up to which its
-author has read. So the log rejects the second write, and the client executes its context again,
-with the value that the first write has stored.
+new value. In this example, each write has a write lock on the counter, and the high-water mark up
+to which its author has read. So the log rejects the second write. The client then executes the
+context of this write again, with the value that the first write has stored.
 """
 
 import threading

@@ -3,12 +3,12 @@
     1. Start a real cluster on this machine: ZooKeeper, two servers, and three storages, which sync
        every append to disk.
     2. Write 336,776 departures, one transaction each, with an append lock on the aircraft.
-    3. Read them back through Spark, and compare every column of every row.
+    3. Read the departures back through Spark, and compare every column of every row.
     4. Compute a table from the log: the busiest aircraft, and where each one is.
     5. Two dispatchers decide about the same aircraft from one snapshot. The log accepts the
-       decisions of the first dispatcher. It rejects the conflicting rows of the second one, and
-       names the conflicting transactions. The second dispatcher decides again from a new
-       snapshot, and the log accepts these rows.
+       decisions of the first dispatcher. The log rejects the conflicting rows of the second
+       dispatcher, and names the conflicting transactions. The second dispatcher decides again from
+       a new snapshot, and the log accepts these rows.
 
 If any comparison fails, the demo ends with exit code 1.
 """

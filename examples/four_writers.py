@@ -7,17 +7,17 @@ The example records every outcome that a writer gets, and then compares the outc
     3. Reported as unknown: the log contains it at most once.
     4. The log contains only transactions that were written. Transaction IDs are dense, and request
        IDs are unique.
-    5. No transaction follows a conflicting transaction that its author had not seen. To check this,
-       the locks and the high-water mark in the bytes of each transaction are replayed in the order
-       of the log.
+    5. If a transaction conflicts with an earlier transaction, the author of the later one had seen
+       the earlier one. To check this, the locks and the high-water mark in the bytes of each
+       transaction are replayed in the order of the log.
     6. Each counter has the values 1, 2, 3, ...: no value was computed from an old value.
     7. If the outcome of a transaction was reported before another transaction was sent, the first
        transaction precedes the other in the log.
 
 A third of the transactions are appended in batches, and a third as single appends. These writers do
-not read first, so locks reject some of their transactions. The last third are contexts, which read
-a counter from the feed, and are retried after rejections. If any comparison fails, the example ends
-with exit code 1.
+not read first, so locks reject some of their transactions. The last third are contexts. A context
+reads a counter from the feed, and is retried after a rejection. If any comparison fails, the
+example ends with exit code 1.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Counters(Callbacks):
         return PoisonPolicy.RETRY
 
     def value(self, counter: int) -> int:
-        """Return the counter's latest value in the feed, or 0 if it has none."""
+        """Return the counter's latest value in the feed, or 0 if there is none."""
         with self._lock:
             return self._values.get(counter, 0)
 

@@ -60,7 +60,7 @@ def cluster(connect: str | None) -> Iterator[str]:
 
 
 def options_parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of these examples; `about`'s first line describes them."""
+    """Return a parser with the common options; its description is the first line of `about`."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--connect", help="a running cluster [default: a temporary one]")
     parser.add_argument(

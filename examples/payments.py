@@ -1,14 +1,14 @@
-"""A payment is made once, although the client that sent it dies before it gets the answer.
+"""A payment is made once, even if the client dies before it receives the answer.
 
     python examples/payments.py             paid once
     python examples/payments.py --plain     the problem: paid twice
 
 A payer sends a payment and is killed with SIGKILL before it receives the answer. After its restart,
-it does not know whether the log contains the payment, so it sends the payment again. Here a payment
-has a write lock on its own number. The payer first reads the log up to a high-water mark, and
-aborts if the log contains the number. If the number is written after that mark, the log rejects the
-second payment. This also covers a message of the killed payer that the network delivers late. A
-plain log would contain both payments.
+it does not know whether the log contains the payment, so it sends the payment again. In this
+example, a payment has a write lock on its own number. The payer first reads the log up to a
+high-water mark, and aborts if the log contains the number. If the number is written after that
+mark, the log rejects the second payment. The log rejects one of the two payments even if the
+network delivers the killed payer's message late. A plain log would contain both payments.
 """
 
 import argparse

@@ -4,8 +4,8 @@ Rules:
     1. A dashboard shows one view: cluster, partition, storage, client or Spark query. From top to
        bottom it shows problems, the amount of work, latencies, and resources that may run out.
     2. Each panel has a unit, legends, and a description with an action, or a place to look at next.
-    3. `[[]]` in a query is replaced by matchers for the dashboard's variables. The value All of a
-       variable also matches series without the label.
+    3. In a query, `[[]]` is replaced by matchers for the dashboard's variables. If a variable has
+       the value All, its matcher also accepts series without the label.
 """
 
 import json
@@ -18,7 +18,7 @@ SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
 class Panel(NamedTuple):
-    """A panel. `queries`: legends and PromQL; `limits`: colors from a value on, for a stat."""
+    """A panel. `queries`: legends and PromQL; `limits` of a stat: colors and lowest values."""
 
     title: str
     description: str

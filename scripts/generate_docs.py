@@ -1,7 +1,7 @@
 """Generate the samples in `conf/`, the tables in `docs/` and the layers in ARCHITECTURE.md.
 
-A test compares the files with `generated_files()`, so that they always match the code. The tables
-of `docs/reference/` are in the package `reference`.
+A test compares the files with `generated_files()`, so that the files always match the code. The
+tables of `docs/reference/` are in the package `reference`.
 """
 
 import ast
@@ -331,7 +331,7 @@ def record_table() -> str:
 
 
 def dtype_rows(dtype: "np.dtype[Any]", start: int) -> Iterable[tuple[object, ...]]:
-    """Yield the fields of a NumPy structure, those of inner structures one by one."""
+    """Yield the fields of a NumPy structure, with the fields of inner structures in their place."""
     assert dtype.fields is not None
     for name, (field_dtype, offset, *_) in dtype.fields.items():
         if field_dtype.fields is not None:

@@ -1,16 +1,17 @@
 """The workload `archive`: a log that is larger than the disks of its storages.
 
-It appends `--mib` MiB of data to one partition. Meanwhile the storages archive the log, and each
-keeps at most `LOCAL_BYTES`, or an eighth of the data if that is less. Then the workload reads the
-whole log in three ways: by ranges, by the feed from the first ID on, and with Spark from the
-archive. Spark's read is compared with its read of a Parquet file with the same rows.
+It appends `--mib` MiB of data to one partition. Meanwhile the storages archive the log. Each
+storage keeps at most `LOCAL_BYTES`, or an eighth of the data if an eighth is less. Then the
+workload reads the whole log in three ways: by ranges, by the feed from the first ID on, and with
+Spark from the archive. The time of Spark's read is compared with the time in which Spark reads a
+Parquet file with the same rows.
 
 Rules:
     1. The data of each row follows from its ID. So every reader compares every byte of every row.
     2. `of_without` is the rate of appends while the archive keeps up, divided by the rate of an
        equal cluster without an archive. The two clusters are measured alternately, in windows of
        `--seconds`.
-    3. The report contains the largest size of a storage's directory that was observed.
+    3. The report contains the largest observed size of a storage's directory.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class _ArchiveRun:
             self._record_figures("feed", feed.seen_count, start_s)
 
     def read_with_spark(self, url: str) -> None:
-        """Compare all rows in the archive with Spark, and time it against an equal Parquet file."""
+        """Check all rows in the archive with Spark; time Spark against an equal Parquet file."""
         from waltz_spark.api import session  # noqa: PLC0415 - the other parts need no Spark
         from waltz_spark.shared_clients import close_clients  # noqa: PLC0415
 

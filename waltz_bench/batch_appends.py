@@ -93,7 +93,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
 
 def _payload(load: BenchLoad, random: Random, *, is_checked: bool = True) -> bytes:
-    """Encode a batch with write locks, or with append locks, which never cause a rejection."""
+    """Encode a batch with write locks or append locks. Append locks never cause a rejection."""
     count = load.batch_rows
     data = [random.randbytes(load.payload_bytes) for _ in range(count)]
     locks = [[random.randrange(LOCK_SPACE) for _ in range(load.lock_count)] for _ in range(count)]
@@ -246,9 +246,9 @@ async def _fill_one(
 def false_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Measure how often transactions without a real conflict are rejected, for several lags.
 
-    The lag is the number of transactions that the high-water mark of an append is behind the log.
-    The workload first fills one partition with transactions that have write locks. Then it appends
-    rows with locks that were never written, with high-water marks of different lags.
+    The lag of an append is the number of transactions in the log after its high-water mark. The
+    workload first fills one partition with transactions that have write locks. Then it appends rows
+    at high-water marks of different lags. The locks of these rows were never written.
     """
     return uvloop.run(_false_rejections(load, meter))
 

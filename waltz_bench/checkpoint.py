@@ -5,7 +5,7 @@ new session replaces the previous one.
 
 Rules:
     1. One writer is the only user of one partition, and always has a few batches in flight. The
-       cost of a new session is the longest time without an answer around its start.
+       cost of a new session is the longest time without an answer around the start of the session.
     2. The workload continues until it has seen a new session, for up to a minute.
 """
 
@@ -54,7 +54,7 @@ class _AnswerTimes:
         return now >= self.deadline_s and (bool(self.changed_s) or now >= self.start_s + WAIT_S_MAX)
 
     def gaps_s(self) -> list[float]:
-        """Return for each new session the longest time in s without an answer around it."""
+        """Return for each new session the longest time in s without an answer around its start."""
         times = np.array(self.answered_s)
         starts, ends = times[:-1], times[1:]
         return [

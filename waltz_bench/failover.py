@@ -4,9 +4,9 @@ They stop and start daemons of a local cluster under load, and measure the longe
 answer. They also check that no row is lost or duplicated.
 
 Rules:
-    1. Every partition has its own writer, which sends a few rows at a time, with a short pause
-       after them. The gap of a step is the longest time between two acknowledgements in any
-       partition, from the start of the step until all partitions have continued.
+    1. Every partition has its own writer. The writer sends a few rows at a time, and then pauses
+       for a short time. A step lasts until all partitions have continued. The gap of a step is the
+       longest time in it between two acknowledgements in any partition.
     2. If a row is reported as not in the log, it is sent again, as a user would do. If the log
        contains the row nevertheless, the check of the log reports a duplicate. Rows are identified
        by their content.
@@ -95,7 +95,7 @@ class _FailoverRun:
             await asyncio.sleep(PAUSE_S)
 
     async def _append(self, writer: _WriterAnswers, rows: list[bytes]) -> list[bytes]:
-        """Send rows once; return the rows to send again, because the log does not contain them."""
+        """Send rows once; return those that the log does not contain, to be sent again."""
         none: list[list[int]] = [[] for _ in rows]
         payload = encode_append(
             [0] * len(rows), rows, write_locks=none, read_locks=none, append_locks=none
@@ -132,7 +132,7 @@ class _FailoverRun:
         self._is_finished = True
 
     async def step(self, kind: str, run_step: Callable[[], Awaitable[None]]) -> None:
-        """Run a step, and record its longest gap, until all partitions have continued (rule 1)."""
+        """Run a step until all partitions have continued; record its longest gap (rule 1)."""
         await asyncio.sleep(SETTLE_S)
         start_s = time.perf_counter()
         await run_step()
@@ -324,7 +324,7 @@ async def _run_scenario(
     scenario: Callable[[_FailoverRun], Awaitable[None]],
     step_kind: str | None,
 ) -> WorkloadResult:
-    """Run a scenario under load; report the gaps of the steps of one kind, or of all for None."""
+    """Run a scenario under load; report the gaps of steps of `step_kind` (None: all steps)."""
 
     if meter.cluster is None:
         raise BadConfig(

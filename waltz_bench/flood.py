@@ -2,13 +2,14 @@
 
 Only the client with single appends is measured. Each greedy tenant is a separate process
 (`compared/tenant_load.py`). With `--tls`, the temporary cluster has access control and the greedy
-tenant has limits. With a connect string of its own, the tenant has the limits that the cluster
-gives it.
+tenant has limits. If the tenant gets a separate connect string, it has the limits that the cluster
+sets for it.
 
 Rules:
-    1. Each of `ROUNDS` rounds measures each kind of greedy tenant. It measures the client first in
-       the calm phase, without a greedy tenant, and then during the flood. The ratio of a kind is
-       the median of the ratios of its rounds, because the speed of a machine changes over time.
+    1. Each of `ROUNDS` rounds measures each kind of greedy tenant. A round measures the client
+       first in the calm phase, without a greedy tenant, and then during the flood. The ratio of a
+       kind is the median of the ratios of its rounds, because the speed of a machine changes over
+       time.
     2. The measured client appends all the time. The measurement of a flood begins `START_S` after
        the flood has begun, when the tenant has used the burst that its limits permit. Between
        floods a tenant has no connections. A calm phase begins `START_S` after the end of the
@@ -166,7 +167,7 @@ class _TenantProcess:
 
 @asynccontextmanager
 async def _run_greedy_tenant(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
-    """Run the process of a greedy tenant, which makes no load before the first command."""
+    """Run the process of a greedy tenant; it makes no load before the first command."""
     connect = load.flood_connect or load.connect
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -2,9 +2,9 @@
 
 The workload has three phases: through a gateway without idempotency keys, through a gateway with
 these keys, and with the Python client. In each phase, `CONNECTIONS` appends are in flight. The
-gateway is a separate process; the HTTP client is in this process, like the Python client. The CPU
-time of the gateway is compared with the CPU time of this process in the phase with the Python
-client, both per transaction.
+gateway is a separate process; the HTTP client is in this process, like the Python client. Two CPU
+times per transaction are compared: the CPU time of the gateway, and the CPU time of this process in
+the phase with the Python client.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """The workload `hot-lock`: eight clients increment one counter under one lock.
 
-Each transaction contains the new value, and the ID of the transaction from whose value it was
-computed. Afterwards the workload checks the log.
+Each transaction contains the new value, and the ID of the transaction that wrote the old value.
+Afterwards the workload checks the log.
 
 Rules:
-    1. A client computes a value only from a value that it has read in the log, or that the builder
-       returned from an append in flight (`builder.predecessors`).
-    2. The log contains every transaction of the run, with the ID that its author received. Each has
-       the ID of its predecessor in the log, and the predecessor's value + 1. All other transactions
-       count as lost or duplicated.
+    1. A client computes a value only from a known value. The client has read the known value in the
+       log, or the builder has returned it from an append in flight (`builder.predecessors`).
+    2. The log contains every transaction of the run, with the ID that its author received. Each
+       transaction contains the ID of its predecessor in the log, and the predecessor's value + 1.
+       All other transactions count as lost or duplicated.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Increment(TransactionContext):
 
 
 def _counter_value(data: bytes, run: int) -> int | None:
-    """Return the counter's value in the data of a transaction; None if it is of another run."""
+    """Return the counter's value in a transaction's data; None for another run's transaction."""
     if len(data) < _COUNT.size:
         return None
     data_run, value, _ = _COUNT.unpack_from(data)

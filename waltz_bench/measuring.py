@@ -3,8 +3,8 @@
 Rules:
     1. The report is one JSON object with at least the keys of `BenchReport`.
     2. CPU time is user and system time between the start and the end of the load, by role. The
-       roles are those of the daemons, and "client" for this process and its other child processes,
-       such as those of Spark.
+       roles are the roles of the daemons, and "client" for this process and its other child
+       processes, such as Spark's processes.
     3. Each workload reads the log back to compute `lost` and `duplicated`.
 """
 

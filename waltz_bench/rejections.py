@@ -4,10 +4,10 @@ It kills servers of a local cluster and empties lock files. This shows how much 
 about locks that were written before.
 
 Rules:
-    1. Rows check locks that were never written, with high-water marks of different lags. So all
+    1. Rows have high-water marks of different lags, and check locks that were never written. So all
        rejections are false. Even locks are written, and odd locks are checked.
-    2. Before each measurement, the workload writes transactions with different locks; their number
-       is the longest lag. So the three measurements begin with the same kind of log.
+    2. Before each measurement, the workload writes transactions with different locks, as many as
+       the longest lag. So the three measurements begin with the same kind of log.
     3. `after` is measured from the first answer of the new owner on. `without_file` is measured in
        the same way, after the storages' lock files were emptied: the new owner knows only its
        high-water mark.

@@ -3,8 +3,8 @@
 They measure a service that sends one transaction at a time. `batch_appends.py` measures batches.
 
 Rules:
-    1. Depending on the workload, each append has its own lock, or a lock that others use as well.
-       After a rejection, a writer waits until the log has advanced.
+    1. Depending on the workload, each append has its own lock, or a lock that other appends use as
+       well. After a rejection, a writer waits until the log has advanced.
     2. Afterwards the acknowledged transactions are checked in the log.
 """
 
@@ -127,8 +127,8 @@ async def _append_single(load: BenchLoad, meter: Meter) -> WorkloadResult:
 def conditional(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append to one partition with 64 writers, each with its own lock and one append in flight.
 
-    The workload uses one partition, because the peers that it is compared with have one stream,
-    table or group.
+    The workload uses one partition, because each peer in the comparison has one stream, table or
+    group.
     """
     return uvloop.run(_conditional(load, meter))
 

@@ -1,7 +1,7 @@
 """The workloads `spark-write` and `spark-read`: write and read the log through Spark.
 
 They alternate with a measurement of the ceiling: a source that yields similar batches from memory,
-or a sink that discards them. `of_ceiling` is the rate of the log divided by the rate of the
+or a sink that discards all batches. `of_ceiling` is the rate of the log divided by the rate of the
 ceiling. Both rates are medians of several rounds after a warm-up.
 """
 
@@ -61,7 +61,7 @@ def write(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
 
 def read(load: BenchLoad, meter: Meter) -> WorkloadResult:
-    """Read `--rows` rows of one partition into Spark; append rows first if it has fewer."""
+    """Read `--rows` rows of one partition into Spark; append rows first if there are fewer."""
     spark = session("waltz bench", master="local[2]")
     try:
         spark.dataSource.register(MemorySource)
@@ -172,7 +172,7 @@ class _IdRangePartition(InputPartition):
 
 
 class MemorySource(DataSource):
-    """A source of batches like those of the log, from memory, and a sink that discards rows."""
+    """A source that yields similar batches from memory, and a sink that discards rows."""
 
     @classmethod
     def name(cls) -> str:

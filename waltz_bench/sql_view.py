@@ -9,7 +9,7 @@ Rules:
        - by `apply_batch`, with one statement for all accounts that the batch changes. This
          statement has one row for each account, or arrays on PostgreSQL.
 
-       The rate of the workload is that of `apply_batch`; the other two rates are in `extra`.
+       The rate of the workload is the rate of `apply_batch`; the other two rates are in `extra`.
     2. All three unpack each payload. The resulting balances are compared with the appended rows.
     3. An account belongs to one partition, as if a lock protected it.
 """
@@ -167,7 +167,7 @@ def _open_database(load: BenchLoad) -> Iterator[str]:
 def _create_view(
     name: str, url: str, numbers: Sequence[int], applied_count: _AppliedCount
 ) -> tuple[Callbacks, Callable[[], Counter[int]]]:
-    """Create new tables; return the callbacks that fill them, and a function for the balances."""
+    """Create new tables; return callbacks that fill the tables, and a function for the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
 
     from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - needs SQLAlchemy as well

@@ -4,7 +4,7 @@ One thread calls the engine in the same way as the storage daemon, without a ser
 network.
 
 Rules:
-    1. The records are created before the measurement. CPU time is that of this whole process.
+    1. The records are created before the measurement. CPU time is the time of this whole process.
     2. All records are read back from the disk, with all checks, before a figure is reported.
     3. A new directory is created in `--directory` (by default the current directory), and removed
        at the end.

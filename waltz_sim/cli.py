@@ -3,9 +3,9 @@
 Rules:
     1. Exit code 0 means that every seed was run, that no seed broke a rule, and that the coverage
        is sufficient.
-    2. The report of a failing seed contains the broken rule, a sentence, the command that replays
-       the seed, and a file with a shortened schedule. The file stays valid when the meaning of
-       seeds changes.
+    2. The report of a failing seed contains the broken rule, a description, the command that
+       replays the seed, and a file with a shortened schedule. The file stays valid when the meaning
+       of seeds changes.
     3. An interrupt ends this command like any other command, and one line reports the results so
        far.
 """
@@ -282,7 +282,7 @@ def _make_progress_printer(seed_count: int | None) -> Callable[[Coverage, float]
 
 
 def _print_failures(sums: Coverage, generator: ScheduleGenerator) -> dict[int, Path]:
-    """Print all failures, and shorten the first schedules; return their files by seed (rule 2)."""
+    """Print all failures; shorten the first schedules, and return their files by seed (rule 2)."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
         print_error(f"seed {failure.seed} broke {failure.rule}: {_shorten_text(failure.text)}")

@@ -85,7 +85,7 @@ class Coverage:
 
     @property
     def steps_per_cpu_s(self) -> float:
-        """The number of worlds' steps per second of CPU time; 0 if it was not measured."""
+        """The steps of all worlds per second of CPU time; 0 if the CPU time was not measured."""
         return self.steps / self.cpu_s if self.cpu_s else 0.0
 
     @property

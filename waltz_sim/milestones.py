@@ -1,8 +1,8 @@
 """Milestones: the events of a world that a scenario lists, as short lines.
 
 The lines depend neither on times nor on randomness, nor on the order in which equal machines
-answer. Otherwise a scenario would change with every change of the code. This module defines which
-events are milestones, and their texts.
+answer. If they did, a scenario would change with every change of the code. This module defines
+which events are milestones, and their texts.
 
 Rules:
     1. Milestones are visible from outside the machines: actions of replicas, contents of ZooKeeper,
@@ -72,7 +72,7 @@ _REPORTS: Final[dict[str, str]] = {
 
 
 def use_scenario_names(text: str) -> str:
-    """Replace the names of storages and servers in a text by those of scenarios (rule 3)."""
+    """Replace the names of storages and servers in a text by their scenario names (rule 3)."""
 
     def name(found: re.Match[str]) -> str:
         storage, server = found.groups()
@@ -88,8 +88,8 @@ class MilestoneRecorder(Checks):
         super().__init__(cluster)
         self.lines: list[str] = []
         self.last_added_us = 0  # when the last milestone or outcome of an application occurred
-        # Called when a milestone occurs, for example with "copied C", also before its line is
-        # added.
+        # Called when a milestone occurs, for example with "copied C". The line of the milestone may
+        # be added later.
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}

@@ -18,7 +18,7 @@ world runs until no milestone has occurred for a while. The milestones of the st
         ...
 
 Rules:
-    1. The world of a scenario is calm: every delay is the middle one of its range, and faults occur
+    1. The world of a scenario is calm: every delay is the middle of its range, and faults occur
        only by commands.
     2. All checkers of the simulator are active. At the end of a scenario all faults are repaired,
        and the cluster must recover, unless the scenario has the command `leave the cluster broken`.
@@ -61,7 +61,7 @@ class Scenario:
 
 
 def parse_scenarios(text: str) -> tuple[str, list[Scenario]]:
-    """Parse a file; return its introduction and its scenarios. Raise BadFormat if it is invalid."""
+    """Return the introduction and the scenarios of a file; raise BadFormat if it is invalid."""
     intro, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
     scenarios = []
     for part in parts:
@@ -83,7 +83,7 @@ def parse_scenarios(text: str) -> tuple[str, list[Scenario]]:
 
 
 def replay_scenario(scenario: Scenario) -> Scenario:
-    """Run the commands of a scenario; return it with the milestones of each step (rule 2).
+    """Run a scenario's commands; return the scenario with the milestones of each step (rule 2).
 
     Raises BadFormat for an invalid command, and `history.Violation` for a broken guarantee.
     """

@@ -7,7 +7,7 @@ Rules:
        between.
     2. A killed process stays down until the scenario starts it again.
     3. The first command is always `begin`. It runs before the rest of its step. Its milestones are
-       listed only if it is `begin slowly`.
+       listed only for `begin slowly`.
 """
 
 import re
@@ -129,11 +129,12 @@ class ScenarioRunner:
         for milestone, command in list(self._triggers):
             if milestone in line:
                 self._triggers.remove((milestone, command))
-                # The caller is in the middle of a machine's step, so the command runs after it.
+                # The caller is in the middle of a machine's step, so the command runs after this
+                # step.
                 self.cluster.world.call_after_us(0, partial(self.run_command, command))
 
     def run_when(self, milestone: str, command: str) -> None:
-        """Run a command as soon as a milestone occurs whose line contains a text."""
+        """Run a command as soon as the line of a milestone contains a text."""
         self._triggers.append((milestone, command))
 
     def run_for(self, duration_ms: str) -> None:
@@ -159,7 +160,7 @@ class ScenarioRunner:
         process.kill()
 
     def power_off(self, name: str) -> None:
-        """Cut a storage's power: unsynced data is lost, and it stays down until `start`."""
+        """Cut a storage's power until `start`: the storage stays down, and loses unsynced data."""
         storage = self._storage(name)
         self.cluster.kept_down[storage.name] = None
         storage.lose_power(Survival.NOTHING, with_lies=True)
@@ -289,7 +290,7 @@ class ScenarioRunner:
         self._storage(name).disk.is_lying = True
 
     def trust_no_syncs(self, name: str) -> None:
-        """Set a storage, from its next start on, not to trust the syncs of earlier runs."""
+        """Let a storage distrust the syncs of earlier runs, from its next start on."""
         self._storage(name).trusts_fsync = False
 
     def scrub(self, name: str) -> None:

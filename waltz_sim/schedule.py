@@ -5,7 +5,7 @@ a run permanently, and can be shortened.
 
 Rules:
     1. All random numbers are drawn here, before the run. The target of a fault depends on its own
-       `chance`, so it does not change when other faults are removed.
+       `chance`, so the target does not change when other faults are removed.
     2. Swarm testing: each seed has only some kinds of faults, each kind at its own rate, and its
        own sizes. A world with all kinds of faults at once explores little.
 """
@@ -212,7 +212,7 @@ def schedule_of(
 
 
 def _with_archive(seed: int, setup: Setup) -> Setup:
-    """Give some worlds an archive, and small segments and short sessions to remove segments."""
+    """Give some worlds an archive, with small segments and short sessions, to remove segments."""
     rng = random_of_number(seed ^ 0xA2C41)
     if rng.random() >= ARCHIVE_SHARE:
         return setup
@@ -260,7 +260,7 @@ def _draw_few_times(rng: "Random", duration_us: int) -> Iterator[int]:
 
 
 def _draw_times(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
-    """Return a function that draws times from 0 on: most worlds are repaired early."""
+    """Return a function that draws times, beginning near 0: most worlds are repaired early."""
 
     def times(rng: "Random", duration_us: int) -> Iterator[int]:
         gap_us = rng.choice(gaps_ms) * 1_000

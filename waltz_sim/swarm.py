@@ -9,8 +9,8 @@ Rules:
     2. If a process dies, the whole run fails: a seed without a result is not a good seed.
     3. Only the parent process handles an interrupt: it terminates the children at once. The
        children ignore the signal and print nothing, also while they start.
-    4. On Linux, the children are killed when their parent exits for any reason. Otherwise they
-       would wait for seeds forever.
+    4. On Linux, the children are killed when their parent exits for any reason. Without this rule,
+       they would wait for seeds forever.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ from waltz_sim.run import DEFAULT_GENERATOR, ScheduleGenerator, run_seed
 CHUNK_SEEDS: Final = 8
 PROGRESS_INTERVAL_S: Final = 5.0
 POLL_INTERVAL_S: Final = 0.2  # the longest delay until an interrupt is handled
-# A world is full of reference cycles, and is released as a whole. More frequent collections would
-# find nothing, and cost some percent of the time.
+# A world is full of reference cycles, and is released as a whole. More frequent garbage collections
+# would find nothing, and cost some percent of the time.
 COLLECTION_THRESHOLD: Final = 200_000
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -53,8 +53,8 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     """Run `seed_count` seeds from `first` on, or for `seconds`; return the sums of their results.
 
     It must be called on the main thread. `on_progress` is called every few seconds with the sums so
-    far and the elapsed seconds. If `sums` is given, the results are added to it, so that they are
-    available after an interrupt.
+    far and the elapsed seconds. If `sums` is given, the results are added to `sums`, so that the
+    results are available after an interrupt.
     """
     assert seed_count is not None or seconds is not None
     began_s = reported_s = time.monotonic()
@@ -115,8 +115,8 @@ def _deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Defer interrupts inside the block; yield a function that raises a deferred interrupt.
 
     The end of the block also raises a deferred interrupt. If an interrupt were raised while a child
-    starts, the child would not get its input. If it were raised during a wait, it would leave locks
-    behind for which the pool's own thread waits.
+    starts, the child would not get its input. If an interrupt were raised during a wait, it would
+    leave locks behind, and the pool's own thread would wait for these locks.
     """
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))

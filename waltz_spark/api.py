@@ -306,7 +306,7 @@ class Snapshot:
     """The log up to fixed high-water marks: repeated reads return the same rows.
 
     Compute rows from `read()`, and write them with `high_water_marks`. Then a row is rejected if,
-    and only if, another transaction has written one of its locks since the snapshot.
+    and only if, another transaction has written one of the row's locks since the snapshot.
     """
 
     spark: SparkSession

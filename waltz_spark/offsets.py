@@ -1,6 +1,6 @@
 """The offsets of a stream in a checkpoint: a high-water mark per partition, and the cluster key.
 
-The stream reader writes the offsets. `lag.py` computes the lag of a query from them.
+The stream reader writes the offsets. `lag.py` computes the lag of a query from the offsets.
 
     {"0": 41, "1": -1, "cluster": "00112233445566778899aabbccddeeff"}
 

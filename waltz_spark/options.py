@@ -131,7 +131,7 @@ class ReadOptions:
 
 
 def log_columns(*, has_keys: bool, has_changes: bool) -> tuple[str, ...]:
-    """Return the names of the log's columns, with those of encryption keys and a change feed."""
+    """Return the names of the log's columns, with the error and the change column if needed."""
     optional_columns = [(has_keys, ERROR_COLUMN), (has_changes, CHANGE_COLUMN)]
     return (*LOG_COLUMNS, *(name for is_included, name in optional_columns if is_included))
 
@@ -169,7 +169,8 @@ class WriteOptions:
         return self.on_lock_failure is OnLockFailure.RETRY and self.recompute_function is None
 
 
-# A number of milliseconds with fewer digits is a time before 1973: it is probably in seconds.
+# A number of milliseconds with fewer digits is a time before 1973: the number is probably in
+# seconds.
 _MILLISECONDS_DIGITS = 12
 # Options of Spark's Kafka source, with the options of Waltz that correspond to them.
 _KAFKA_OPTIONS = {
@@ -485,7 +486,7 @@ class _OptionParser:
         )
 
     def _check_change_feed_options(self) -> None:
-        """Reject options that a change feed does not support, and require those that it needs."""
+        """Reject options that a change feed does not support; require options that it needs."""
         for name, reason in _REASONS_TO_REQUIRE.items():
             if self.text(name) is None:
                 raise BadConfig(f"option 'changeFeed' needs option {name}: {reason}")

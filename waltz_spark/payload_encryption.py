@@ -2,8 +2,8 @@
 
 Rules (docs/decisions/064):
     1. Only tasks read keys: options contain a reference to the keys, and the ID of a key.
-    2. Rows are encrypted when they are sent, each time with another salt. Before that, they are
-       converted, compared and spooled as plain text.
+    2. Rows are encrypted when they are sent, each time with another salt. Before the encryption,
+       rows are converted, compared and spooled as plain text.
     3. A payload that cannot be decrypted is null, and `ERROR_COLUMN` has the reason.
 """
 

@@ -28,7 +28,7 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
     """Return the partitions to read.
 
     Raises:
-        BadConfig: the options name a partition that does not exist, as chosen or with a mark.
+        BadConfig: the options choose a partition that does not exist, or specify a mark for it.
     """
     check_partitions_of_marks(options, partition_count)
     partitions = range(partition_count) if options.partitions is None else options.partitions

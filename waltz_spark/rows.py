@@ -299,7 +299,7 @@ def _flat_values(column: pa.Array) -> list[Any]:
 
 
 def _type_in_utc(kind: pa.DataType) -> pa.DataType:
-    """Return a timestamp type in UTC, because old zone offsets have seconds, which texts omit."""
+    """Return a timestamp type in UTC: old zone offsets have seconds, and texts omit these."""
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return pa.timestamp(kind.unit, "UTC")
     return without_nulls(kind)

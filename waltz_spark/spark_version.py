@@ -74,7 +74,7 @@ else:
     else:
 
         class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):
-            """A writer to which PySpark 4.0 passes Arrow batches, because of its second base."""
+            """A writer that gets Arrow batches in PySpark 4.0 through its second base class."""
 
 
 __all__ = [
@@ -122,7 +122,8 @@ def new_session(spark: SparkSession) -> SparkSession:
         session = kind(builder)
     if not hasattr(session.client, "_release_futures"):
         # Before 4.2, closing a client ends the threads of all clients of the process, even while
-        # another client starts a task in them. Python's garbage collection also closes clients.
+        # another client starts a task in these threads. Python's garbage collection also closes
+        # clients.
         session.client.close = session.client._channel.close
     return cast("SparkSession", session)
 
@@ -133,14 +134,14 @@ def adapt_stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReade
 
 
 class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
-    """A stream reader for PySpark before 4.2, which calls `latestOffset` without start and limit.
+    """A stream reader for PySpark before 4.2, where `latestOffset` has no start and no limit.
 
     Rules:
         1. A micro-batch reads everything available. These versions run `availableNow` and `once` as
            one micro-batch, so a limit would end such a query too early. The reader cannot detect
            the query's trigger.
-        2. The start is the offset that Spark has used last. Before the first micro-batch, it may be
-           unknown. In this case `partitions` checks for data loss, because it receives both
+        2. The start is the offset that Spark has used last. Before the first micro-batch, the start
+           may be unknown. In this case `partitions` checks for data loss, because it receives both
            offsets.
     """
 

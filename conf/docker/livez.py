@@ -1,4 +1,4 @@
-"""Exit with 0 if the daemon of this container answers /livez: the health check of the image."""
+"""The health check of the image: exit with 0 if the container's daemon answers /livez."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Sphinx settings of the documentation site; `make site` builds it into `build/site/`.
 
-The source directory is the root of the repository, so that every page stays where it is, with links
-that also work on a code host.
+Sphinx's source directory is the root of the repository. So no page has to be moved, and the links
+between pages also work on a code host.
 """
 
 import shutil
@@ -33,7 +33,7 @@ exclude_patterns = [
     "**/.ipynb_checkpoints",
 ]
 root_doc = "README"
-# As on a code host: a link to a heading is its text in lower case, with hyphens.
+# The anchor of a heading is its text in lower case, with hyphens, as on a code host.
 myst_heading_anchors = 4
 # Notebooks are shown as they are committed.
 nb_execution_mode = "off"
@@ -56,7 +56,7 @@ html_show_sphinx = False
 
 
 def add_navigation(app: Sphinx, page: str, text: list[str]) -> None:
-    """Append the table of contents to the start page, without patterns that match no page."""
+    """Append the table of contents to the start page; omit patterns that match no page."""
     if page == root_doc:
         lines = (HERE / "navigation.md").read_text(encoding="utf-8").splitlines()
         found = [line for line in lines if "*" not in line or any(app.srcdir.glob(f"{line}.md"))]

@@ -1,8 +1,8 @@
 """Sphinx extension: the project's docstrings as reStructuredText.
 
 Docstrings are written as plain text: an example is an indented block, and numbered rules are an
-indented list after `Rules:`. reStructuredText would show both as quotations. What is in backticks
-is a name, which links to its description if there is one, or any other text.
+indented list after `Rules:`. reStructuredText would show both as quotations. Text in backticks may
+be a name. If the name has a description, the text links to the description.
 """
 
 import textwrap

@@ -1,7 +1,7 @@
-"""Sphinx extension: links to files of the repository that are no pages lead to their source.
+"""Sphinx extension: a link to a file that is not a page leads to the file's source.
 
-`[counter](examples/counter.py)` leads to a page with the highlighted file, and a link to a folder
-to a list of its files.
+`[counter](examples/counter.py)` leads to a page with the highlighted file. A link to a folder leads
+to a list of the folder's files.
 """
 
 import posixpath
@@ -38,7 +38,7 @@ def link(app: Sphinx, document: nodes.document) -> None:
 
 
 def target_of(app: Sphinx, path: str) -> str:
-    """Return the page of a file or a folder; if it has none, that of its source."""
+    """Return the page of a file or a folder; if there is none, the page with its source."""
     page = INTRODUCED.get(path) or app.env.path2doc(path)
     if page in app.env.found_docs:
         return page
@@ -50,7 +50,7 @@ def target_of(app: Sphinx, path: str) -> str:
 
 
 def names_in(app: Sphinx, path: str) -> list[str]:
-    """Return the names in a folder, without hidden and generated ones; nothing for a file."""
+    """Return the names in a folder, except hidden and generated ones; an empty list for a file."""
     folder = app.srcdir / path
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     return sorted(name for name in names if not name.startswith((".", "_")))
@@ -71,7 +71,8 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         else:
             text = (app.srcdir / path).read_text(encoding="utf-8")
             lexer = find_lexer_class_for_filename(path)
-            # Forced: the lexer is guessed from the name (a template of SQL ends with .sql, too).
+            # `force`, because the lexer is guessed from the file name, and the text may be invalid
+            # for it: the name of a template of SQL also ends with .sql.
             body = app.builder.highlighter.highlight_block(
                 text, lexer.aliases[0] if lexer else "text", force=True
             )

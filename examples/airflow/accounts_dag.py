@@ -1,4 +1,4 @@
-"""Every hour: get the marks of the log, wait until a table has reached them, and run dbt.
+"""Every hour: get the marks of the log, wait until a table has reached these marks, and run dbt.
 
 Therefore the models contain all transactions that were committed before the run. A separate process
 runs `waltz-core follow`, which keeps the table up to date. Environment variables: WALTZ_CONNECT is

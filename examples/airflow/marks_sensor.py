@@ -1,4 +1,4 @@
-"""An Airflow sensor that waits until a log, or a table that follows it, has reached given marks.
+"""An Airflow sensor that waits until a log, or a table of a follower, has reached given marks.
 
 Marks are a dictionary from partitions to transaction IDs. The partitions are texts, as in JSON:
 `{"0": 41, "1": 7}`. Therefore an Airflow task can return marks, and pass them to the sensor.
@@ -14,14 +14,14 @@ from waltz_core.client import WaltzClient
 
 
 def log_marks(connect: str) -> dict[str, int]:
-    """Return the marks of a log, which include all transactions committed before the call."""
+    """Return the marks of a log. They cover all transactions committed before the call."""
     with WaltzClient(connect) as client:
         marks = client.high_water_marks(linearizable=True)
     return {str(partition): mark for partition, mark in marks.items()}
 
 
 def table_marks(table: str, follower: str = "follow") -> dict[str, int]:
-    """Return the marks in the newest commit of a follower; an empty dictionary if there is none."""
+    """Return the marks in the newest commit of a follower; an empty dictionary without commits."""
     for commit in DeltaTable(table).history():
         with suppress(ValueError, KeyError, TypeError):  # another program's metadata
             waltz = json.loads(commit["userMetadata"])["waltz"]

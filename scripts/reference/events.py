@@ -1,8 +1,8 @@
 """The log events: names, levels and fields from the code, meanings from `events.toml`.
 
 Rules:
-    1. An event is logged as `_log.info("area.event field=%s", ...)`, or is a
-       `Report("area.event", (("field", value),))` of a machine, which its driver logs.
+    1. An event is logged as `_log.info("area.event field=%s", ...)`. An event of a machine is a
+       `Report("area.event", (("field", value),))`, and the machine's driver logs it.
     2. A function that passes its parameter `name` to a `Report` is a reporter. Each call of a
        reporter is an event. The event has the reporter's own fields, and the keywords of the call.
     3. An event has one level and one meaning. An event of level WARNING or ERROR also has an

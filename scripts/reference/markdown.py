@@ -18,7 +18,7 @@ def code(text: object) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text of the code as a cell; pages that it names become links."""
+    """Return a text from the code as a table cell; the names of pages become links."""
     return PAGE.sub(_link, text.replace("|", r"\|"))
 
 

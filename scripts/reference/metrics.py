@@ -3,7 +3,7 @@
 from scripts.reference.markdown import cell, code, table
 from waltz_core.metrics import TABLE, Metric
 
-# The last word of a name -> the unit, where the word itself is not the unit.
+# The last word of a metric's name -> the unit, if the word itself is not the unit.
 UNITS = {
     "mark": "transaction ID",
     "transaction": "transaction ID",

@@ -20,7 +20,7 @@ PROTOCOLS = (WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN)
 
 
 def tables() -> dict[str, str]:
-    """Return the scopes, and a matrix and the list of answers for each protocol."""
+    """Return the scopes and, for each protocol, a matrix, the answers and the credentials."""
     texts = {"scopes": table(("scope", ""), [(code(s.name.lower()), s.value) for s in Scope])}
     for protocol in PROTOCOLS:
         area = protocol.name.lower()

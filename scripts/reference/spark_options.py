@@ -12,7 +12,7 @@ READS = {
 
 
 def tables() -> dict[str, str]:
-    """Return the tables by use: options of reads and writes, of reads, and of writes."""
+    """Return three tables of options: for reads and writes, only for reads, only for writes."""
     read_rows = [
         (code(option.name), *READS[option.purpose], option.default, cell(option.description))
         for option in OPTIONS

@@ -7,7 +7,7 @@ Rules:
        cost of access control is the median of the ratios of the rounds, because the speed of a
        machine changes over time.
     3. The client has a token, permissions for a list of partitions, and limits that it does not
-       reach. With these, a request costs the most CPU time.
+       reach. With these settings, a request costs the most CPU time.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Three NATS servers with JetStream, which sync each message, as a peer for comparison.
+"""Three NATS servers with JetStream, to compare with Waltz; they sync each message.
 
 This is the only module that uses NATS (extra `bench`).
 """

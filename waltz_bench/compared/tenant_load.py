@@ -1,9 +1,9 @@
 """The greedy tenants of the workload `flood`, and a cluster in which they have limits.
 
 Each tenant is a separate process, which pauses only if it must: `python -m
-waltz_bench.compared.tenant_load KIND CONNECT PAYLOAD_BYTES`. It begins its load after a line on its
-standard input, closes its connections after the next line, and so on. It exits at the end of its
-input. Every second, it prints how much it has received in total.
+waltz_bench.compared.tenant_load KIND CONNECT PAYLOAD_BYTES`. The process begins its load after one
+line of standard input, closes its connections after the next line, and so on. It exits at the end
+of standard input. Every second, it prints the total that it has received.
 
 Rules:
     1. `appender` keeps `IN_FLIGHT` batches in flight in each partition.
@@ -61,7 +61,7 @@ from waltz_core.wire.messages import (
 CALM: Final = "calm"
 GREEDY: Final = "greedy"
 LIMITS: Final = PrincipalLimits(5_000_000, 1_000, 40, 40)
-# The server does not know the principal before a handshake, which costs CPU. So the handshakes of
+# A handshake costs CPU, and the server does not know the principal before it. So the handshakes of
 # each host are limited.
 HANDSHAKE_LIMITS: Final = {"handshake_burst_max": 100, "handshakes_per_s_max": 20}
 _CALM_LIMITS: Final = PrincipalLimits(1 << 40, 1 << 40, 1_000, 1_000)
@@ -115,7 +115,7 @@ class _ReceivedTotal:
 
 
 async def _repeat_forever(call: Callable[[], Awaitable[None]]) -> None:
-    """Repeat a call forever; retry after an `Unavailable` error, such as that of a limit."""
+    """Repeat a call forever; retry after an `Unavailable` error, such as the error of a limit."""
     while True:
         try:
             await call()
@@ -226,7 +226,7 @@ async def _connect(tenant: _TenantClient) -> None:
 
 
 async def _run(kind: str, connect: str, payload_bytes: int) -> None:
-    """Start and stop the load at each line of the standard input, until its end."""
+    """Start and stop the load, alternately, at each line of standard input, until its end."""
     lines, received = asyncio.StreamReader(), _ReceivedTotal()
     loop = asyncio.get_running_loop()
     # Without this, uvloop prints each handshake that a limit has ended.
@@ -267,7 +267,7 @@ def _tenant_calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awa
 
 
 def main() -> None:
-    """Run a greedy tenant until it is killed, with a lower CPU priority than measured processes."""
+    """Run a greedy tenant, at a lower CPU priority than measured processes, until it is killed."""
     os.nice(10)
     if sys.platform == "linux" and (policy := os.sched_getscheduler(0)) != os.SCHED_OTHER:
         lowest = os.sched_get_priority_min(policy)

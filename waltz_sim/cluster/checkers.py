@@ -1,8 +1,8 @@
 """Passes every event of the simulator to the checkers of the guarantees.
 
-Processes, links and disks of the simulator report their events to one object, `Checks`. It passes
-each event to the checkers (`guarantees/`) that need it, and makes further checks at the end of a
-run.
+Processes, links and disks of the simulator report their events to one object, `Checks`. `Checks`
+passes each event to the checkers (`guarantees/`) that need the event, and makes further checks at
+the end of a run.
 
 Each public method receives one kind of event. The names and numbers of the guarantees are those of
 docs/design/correctness.md 3.2.
@@ -105,7 +105,7 @@ class Checks(CheckerState):
             self.archive.on_log_opened(storage, log)
 
     def on_disk_rolled_back(self, storage: "SimStorage") -> None:
-        """Called when a fault has rolled back a replica's disk, so that its promises are lost."""
+        """Called when a fault has rolled back a replica's disk, and its promises are lost."""
         self.replicas.on_disk_rolled_back(storage)
 
     def on_disk_corrupted(self, storage: "SimStorage") -> None:
@@ -170,7 +170,7 @@ class Checks(CheckerState):
     # servers
 
     def on_partition_created(self, server: "SimServer") -> None:
-        """Called when a server has created a partition machine, which has reported no outcomes."""
+        """Called when a server has created a partition machine, before its first outcome."""
         self.responses.on_partition_created(server.name)
 
     def on_batch_submitted(

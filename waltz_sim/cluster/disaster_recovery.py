@@ -4,8 +4,8 @@ The production code (`cluster/change/rebuilding.py`) chooses the log, and the or
 steps. This module queries storages and writes to ZooKeeper, as the commands do.
 
 Rules:
-    1. The command claims a session that is later than the promises of all storages. It uses only
-       answers in this session. `accept-replicas` first claims the session in ZooKeeper.
+    1. The command claims a session that is later than the promises of all storages. The command
+       uses only answers in this session. `accept-replicas` first claims the session in ZooKeeper.
     2. The command may die after each durable step. Afterwards it may be run again, or not.
     3. With `accept-replicas` an operator may decide to lose acknowledged transactions. The checkers
        would report such a loss. So a command that would lose transactions dies before it writes to
@@ -56,8 +56,8 @@ class CommandDied(Exception):
 class DisasterRecovery:
     """One run of the command; `on_decision` receives the decision, or None if the command has died.
 
-    It accepts the log of the replica `accepted`, or the longest log if that is `BEST_REPLICA`. If
-    `accepted` is None, it accepts the log that a rebuild would choose.
+    The command accepts the log of the replica `accepted`. If `accepted` is `BEST_REPLICA`, it
+    accepts the longest log. If `accepted` is None, it accepts the log that a rebuild would choose.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class DisasterRecovery:
         self._die_if_planned_after("claim")
 
     async def _query_storages(self) -> None:
-        """Query the log of every storage that is assigned or known to ZooKeeper, in the session."""
+        """In the session, query the log of each storage that is assigned or known to ZooKeeper."""
         metadata = self._cluster.coordinator.metadata
         held = () if self._accepted is None or metadata is None else metadata.states
         members = dict.fromkeys([*self._cluster.replicas, *held])
@@ -231,7 +231,7 @@ class DisasterRecovery:
         self._die_if_planned_after("assign")
 
     async def _add_replicas(self, others: "Sequence[ReplicaId]") -> None:
-        """Assign the other replicas one by one, each after the assigned replicas are engaged."""
+        """Assign the other replicas one by one, each when all assigned replicas are engaged."""
         cluster = self._cluster
         for other in others:
             for _ in range(POLLS_MAX):
@@ -258,10 +258,10 @@ class DisasterRecovery:
     def _has_all_acknowledged(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        This is the case if a quorum of replicas without losses has answered. Then no older session
-        can acknowledge any longer, and these replicas have all acknowledged transactions. A
-        repeated command needs no quorum: the first run has checked it, and since then ZooKeeper
-        names only the accepted replica.
+        The longest log has them if a quorum of replicas without losses has answered. Then no older
+        session can acknowledge any longer, and these replicas contain all acknowledged
+        transactions. A repeated command needs no quorum: the first run has checked the quorum, and
+        since then ZooKeeper names only the accepted replica.
         """
         cluster, accepted = self._cluster, self._accepted
         metadata = cluster.coordinator.metadata

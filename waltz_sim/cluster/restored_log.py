@@ -1,14 +1,14 @@
 """A partition that was restored from a backup: its log is in the archive, and no storage has data.
 
 `cluster/change/restoring.py` leaves such a partition in ZooKeeper (docs/decisions/055). The log is
-that of a lost cluster.
+the log of a lost cluster.
 
 Rules:
     1. The objects are stored below the key of the lost cluster, and the manifest below the key of
        this cluster.
     2. The rows have only append locks: their authors read no data that the checkers would have to
        know.
-    3. Their commit stamps may be later than the clocks of this cluster.
+    3. The commit stamps of the rows may be later than the clocks of this cluster.
     4. If objects may expire, the first objects may have expired before the restore.
     5. The last object may have more batches than the manifest lists, because the log was restored
        up to a batch within the object.
@@ -62,7 +62,7 @@ _CLOCK_AHEAD_MS: Final = 3_600_000
 
 
 def restore_lost_log(cluster: "SimCluster") -> None:
-    """Give a cluster that has not started a lost cluster's log of `Setup.restored_count` IDs."""
+    """Put a lost cluster's log of `Setup.restored_count` IDs into a cluster before its start."""
     _RestoredLog(cluster).write()
 
 

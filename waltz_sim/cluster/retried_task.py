@@ -2,15 +2,15 @@
 
 The first attempt has read the generation, and is paused before it mounts. The second attempt mounts
 with a higher connection sequence, appends all rows, and disconnects. Then the first attempt
-continues: it mounts and appends the same rows. The server's fences must reject it
+continues: it mounts and appends the same rows. The server's fences must reject the first attempt
 (`server/append/mounts.py`, rule 1).
 
 Rules:
     1. The rows have the same request IDs in both attempts. So if the log contains a row twice,
        AtMostOnce is violated.
     2. The first attempt continues only when the log contains all rows of the second attempt.
-       Otherwise the appends of the two attempts could alternate, and an attempt would have to read
-       back the rows in the log (`client/stream/write_claim.py`).
+       Without this rule, the appends of the two attempts could alternate, and an attempt would have
+       to read back the rows in the log (`client/stream/write_claim.py`).
     3. Without `Setup.has_new_owner_ids`, a restarted owner keeps its generation, so no fence would
        reject the first attempt. In such a world, the first attempt does not continue after the
        owner's death.
@@ -43,7 +43,7 @@ POLL_INTERVAL_US: Final = 10_000
 POLLS_MAX: Final = 300
 RETRY_US: Final = 50_000
 ATTEMPTS_MAX: Final = 100
-# The errors that end an attempt: it is fenced, or its generation has ended.
+# The errors that end an attempt: the attempt is fenced, or its generation has ended.
 FENCING_ERROR_CODES: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
 _NO_LOCKS: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), ())
 

@@ -4,9 +4,9 @@ It replaces `archive/store.py` and `archive/upload.py`, which block. Here every 
 virtual time. A request may fail, may be carried out without an answer, or may be carried out much
 later, even after its sender has died.
 
-An object is not a Parquet file, because encoding one takes longer than all other work of a
-schedule. The guarantees do not depend on this format. An object has the records of its batches, and
-their lineage. Manifests have the same bytes as in production.
+An object is not a Parquet file, because the encoding of a Parquet file takes longer than all other
+work of a schedule. The guarantees do not depend on this format. An object has the records of its
+batches, and their lineage. Manifests have the same bytes as in production.
 
 Rules:
     1. A write is carried out at once, late, or never. Only an answer without an error shows that it
@@ -17,11 +17,11 @@ Rules:
        the object, and reads it back. Then it writes the new manifest, and reads it back.
     4. A process has at most one upload. If the process dies, the requests that it has sent may
        still take effect.
-    5. A garbage collection is that of production. It lists the files at one moment, perhaps late.
-       Each file is deleted later, even after the process has died.
+    5. A garbage collection runs the production code. It lists the files at one moment, perhaps
+       late. Each file is deleted later, even after the process has died.
     6. An expiry does the same as `archive/upload.py`, in the same order.
-    7. Replaced manifests and expired objects are kept for a shorter time than in production. For
-       this, a fast clock (`_fast_clock_ms`) measures their age.
+    7. Replaced manifests and expired objects are kept for a shorter time than in production. A fast
+       clock (`_fast_clock_ms`) measures the age of these files.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -287,7 +287,7 @@ class SimArchive:
         storage.call_after_us(self._rng.randint(*REQUEST_US) + self.extra_delay_us + late_us, begin)
 
     def modified_ms(self, name: str) -> int:
-        """Return when a file was written, on the fast clock, so that its age is that of rule 7."""
+        """Return the time on the fast clock at which a file was written, for its age (rule 7)."""
         now_ms = self._world.now_ms
         age_ms = (now_ms - self.written_ms[name]) * REPLACED_GRACE_MS // SHORT_GRACE_MS
         return self._fast_clock_ms(now_ms) - age_ms
@@ -368,7 +368,7 @@ class SimArchive:
     def verified_objects(
         self, mark: SetArchived, first: TransactionId, last: TransactionId
     ) -> list[tuple[ObjectEntry, StoredFile]]:
-        """Return the objects with the IDs first..last, according to the manifest of a mark.
+        """Return the objects with the IDs first..last that the manifest of a mark lists.
 
         Raises:
             BeforeLogStart: `first` has expired.

@@ -9,10 +9,11 @@ Rules:
        storage or the memory of a server.
     2. A run has two phases. In the first phase faults occur. In the second phase all faults are
        repaired, and the cluster must recover within a limited time. Without a budget
-       (`data_loss_budget.py`) it need not recover, but must not break a guarantee.
-    3. An operator repairs what cannot recover by itself. It swaps exchanged disks back, and scrubs
-       logs. If the disk of a storage is foreign or unreadable, the operator gives the storage an
-       empty directory and a new identity. The operator never accepts a log of unknown content.
+       (`data_loss_budget.py`), the cluster need not recover, but must not break a guarantee.
+    3. An operator makes the repairs that the cluster cannot make by itself. The operator swaps
+       exchanged disks back, and scrubs logs. If the disk of a storage is foreign or unreadable, the
+       operator gives the storage an empty directory and a new identity. The operator never accepts
+       a log of unknown content.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -138,7 +139,7 @@ class SimCluster:
         return self.coordinator.is_unavailable
 
     def register_storage(self, replica: ReplicaId, storage_id: bytes) -> bytes:
-        """Register a storage's ID for its address, if there is none; return the registered ID."""
+        """Register a storage's ID if its address has none; return the registered ID."""
         return self.coordinator.storage_ids.setdefault(replica, storage_id)
 
     def start_clients(self) -> None:
@@ -227,7 +228,7 @@ class SimCluster:
         session = None if owner is None or owner.store is None else owner.store.store.session
         if session is None or storage.replica not in self.replicas:
             return False
-        # The end of the log is decided without the replicas that are not engaged.
+        # After the end of the log is decided, only engaged replicas are needed.
         is_needed = session.repairs.goal is None or self.budget.is_engaged(storage)
         if not self.budget.has_lost_data(storage) or (
             is_needed and not self.budget.may_lose_data(storage)
@@ -261,8 +262,8 @@ class SimCluster:
     def read_all_logs(self) -> None:
         """Read every log completely, so that its damage is known.
 
-        An unreadable log may become readable when it is opened again; otherwise its storage is
-        replaced.
+        An unreadable log may become readable when it is opened again. If it does not, the storage
+        is replaced.
         """
         for storage in self.storages.values():
             if storage.log is not None:
@@ -312,7 +313,7 @@ class SimCluster:
                 self.start_client(client)
 
     def has_all_engaged(self) -> bool:
-        """Whether the partition is served in a session that has all its replicas engaged."""
+        """Whether the partition is served in a session in which all of its replicas are engaged."""
         owner = self.owner
         if owner is None or owner.partition is None or owner.store is None:
             return False
@@ -393,7 +394,7 @@ class SimCluster:
         checks.check_final_state()
 
     def _run_until_engaged(self) -> None:
-        """Run until the partition is whole; the operator repairs the cluster every few seconds."""
+        """Run until all replicas are engaged; the operator makes repairs every few seconds."""
         for again in range(OPEN_MS_MAX // OPERATOR_INTERVAL_MS):
             if self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS, until=self.has_all_engaged):
                 return

@@ -1,8 +1,8 @@
-"""A client whose application runs contexts with its own view: the complete production client.
+"""The complete production client; its application runs contexts with a view of its own.
 
 `simulated_clients.py` runs only the client's stream, which is a machine. This module also runs the
-coroutines outside of the stream. They decide which high-water mark a context may claim while
-subscriptions are paused and resumed.
+coroutines outside of the stream. These coroutines decide which high-water mark a context may claim
+while subscriptions are paused and resumed.
 
 Rules:
     1. The client is the unchanged `AsyncWaltzClient`. Its event loop, sockets and ZooKeeper are
@@ -11,7 +11,7 @@ Rules:
        survive a restart.
     3. A context reads the current view. The history records this view as the author's mark, even if
        the client claims another mark.
-    4. ClaimedMark: no append claims to have seen more than the application had applied by then.
+    4. ClaimedMark: when an append is sent, its claimed mark is not higher than the view.
 """
 
 import logging

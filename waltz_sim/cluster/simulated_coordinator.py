@@ -1,23 +1,24 @@
 """Simulated ZooKeeper: versions, sessions, watches, and lost answers.
 
-The cluster assumes that ZooKeeper is consistent. So its data is always correct here, but its
+The cluster assumes that ZooKeeper is consistent. So the simulated data is always correct, but
 answers may arrive late, twice, or never.
 
 Rules:
     1. Both nodes of the partition change in one step, each at its expected version, or not at all.
     2. If the answer to a request is lost, the request has been carried out, will be carried out
        later, or is never carried out.
-    3. The assignment names one owner with one generation. A server learns of it when its watch
-       fires, which may be much later. A server with an expired session learns of the expiry when it
-       can reach ZooKeeper again.
-    4. A watch fires once for all changes since it was set, and its server reads the current state.
-       Later reads never return an older state. If a watch is lost with a connection, the server
-       sets it again on the next connection, and then reads.
+    3. The assignment names one owner with one generation. A server learns of the assignment when
+       its watch fires, which may be much later. A server with an expired session learns of the
+       expiry when it can reach ZooKeeper again.
+    4. A watch fires once for all changes since the server has set it. The server then reads the
+       current state. Later reads never return an older state. If a watch is lost with a connection,
+       the server sets it again on the next connection, and then reads.
     5. A client may receive an old state.
     6. A server with a hanging event loop keeps its session as long as the production watchdog
        allows.
-    7. With `Setup.has_new_owner_ids` a restarted server has another ID, as in production. The
-       partition of its former process gets the same owner or another one, in the next generation.
+    7. With `Setup.has_new_owner_ids` a restarted server has another ID, as in production. If the
+       former process owned the partition, the restarted server or another server becomes the owner,
+       in the next generation.
 """
 
 from dataclasses import dataclass, replace
@@ -223,7 +224,7 @@ class SimCoordinator:
         return not server.is_up or is_stopped or server.name in self.cut_off
 
     def watch_hanging(self, server: "SimServer") -> None:
-        """Keep the session of a hanging server until its watchdog ends it (rule 6)."""
+        """Keep the session of a hanging server until the watchdog ends the session (rule 6)."""
         watchdog = Watchdog(SESSION_MS, server.now_ms)
         hang = server.incarnation, server.hang_count
         received_us = self._world.now_us
@@ -330,7 +331,7 @@ class SimCoordinator:
     # ---- faults of the whole service
 
     def restart(self, expired: "list[SimServer]") -> None:
-        """Restart after a stop of all nodes; the sessions of some servers have expired."""
+        """Restart ZooKeeper after a complete stop; the sessions of some servers have expired."""
         self.is_unavailable = False
         for server in self._cluster.servers:
             if server in expired and self.has_session.get(server.name):

@@ -67,7 +67,7 @@ _NO_CLIENT_ID: Final = -1
 
 
 class SmallPieceThrottle(LargeBatchThrottle):
-    """A throttle for large batches whose pieces are small, like all batches in the simulator."""
+    """A throttle for large batches. Its pieces are small, like all batches in the simulator."""
 
     def piece_bytes(self, now_ms: int) -> int | None:
         """Return the size of a piece in bytes; None if the batch is not divided."""
@@ -142,8 +142,8 @@ class SimServer(Process):
         self._readers: dict[ReplicaId, SimLink | None] = {}
         self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence number
         self._fetch_count = 0
-        # Where the server has to die: the name of an event or effect, whether after it, and a
-        # callback.
+        # Where the server must die: the name of an event or effect, and whether after it (or
+        # before). The callback runs at the death.
         self.planned_death: tuple[str, bool, Callable[[], None]] | None = None
         # Whether its event loop hangs while its other threads run.
         self.is_hanging = False
@@ -191,7 +191,7 @@ class SimServer(Process):
         self.cluster.coordinator.watch_server(self)
 
     def _kill_if_planned(self, event_or_effect: object, *, is_after: bool) -> bool:
-        """Kill this server if a fault plans it at this event or effect; return whether it did."""
+        """Kill this server if a fault is planned at this point; return whether it was killed."""
         if self.planned_death is None:
             return False
         point, is_wanted_after, on_death = self.planned_death

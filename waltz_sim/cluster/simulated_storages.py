@@ -4,7 +4,7 @@ It replaces `storage/process/storage_daemon.py`. It runs the service's effects i
 its power may fail between any two steps of its disk.
 
 Rules:
-    1. The service, the engine and the files are the unchanged production ones.
+    1. The service, the engine and the files are unchanged production code.
     2. A piece of work takes effect at one moment. Its answers follow after the duration of the disk
        access. If the process dies in between, all data is durable and no request is answered. If
        the process dies during the work, it dies at a step of its disk (`SimDisk.plan_fault`).
@@ -82,8 +82,8 @@ class SimStorage(Process):
         self.disk = SimDisk(is_traced=False)
         self.snapshots: list[DiskBackup] = []
         self.trusts_fsync = True
-        # Where the storage has to die: the name of a request, whether after its work, and a
-        # callback.
+        # Where the storage must die: the name of a request, and whether after its work (or before).
+        # The callback runs at the death.
         self.planned_death: tuple[str, bool, Callable[[], None]] | None = None
         self.fsync_us = self.rng.choice((100, 500, 2_000))
         self.storage_id = self.rng.randbytes(16)
@@ -216,7 +216,7 @@ class SimStorage(Process):
         self.apply_assignment()
 
     def _is_in_last_session(self) -> bool:
-        """Whether it has a log of the partition, and is a replica of the last session."""
+        """Whether this storage has a log of the partition, and is a replica of the last session."""
         assert self.engine is not None
         metadata = self._cluster.coordinator.metadata
         is_held = self._cluster.partition_id in self.engine.assigned_partitions()
@@ -254,7 +254,7 @@ class SimStorage(Process):
         self._step(service.PartitionOpened(log))
 
     def _end_process(self, reason: str) -> None:
-        """End the process, as the daemon does if it cannot trust its disk; it is restarted."""
+        """End the process, as the daemon does if it cannot trust its disk; restart the process."""
         self.world.note(f"{self.name} ends: {reason}")
         self._checks.count("storage ended itself")
         self.die()
@@ -466,7 +466,7 @@ class SimStorage(Process):
         self.call_after_us(self.fsync_us, lambda: self._step(service.SpaceChecked()))
 
     def _kill_if_planned(self, work: Work, *, is_after: bool) -> bool:
-        """Kill this storage if a fault plans it at this work; return whether it did."""
+        """Kill this storage if a fault is planned at this work; return whether it was killed."""
         if self.planned_death is None or not work.requests:
             return False
         point, is_wanted_after, on_death = self.planned_death

@@ -9,8 +9,8 @@ Rules:
     2. Every row has a unique number, and is recorded before it is sent.
     3. A checked transaction (`ledger.py`) reads the state at its mark, like an application that has
        applied the feed up to this mark.
-    4. Some applications follow appends in flight: they compute from these appends as if they were
-       committed.
+    4. Some applications follow appends in flight: they compute new rows from these appends, as if
+       the appends were committed.
     5. A row that claims a mark beyond the log has only append locks, because no value can be
        computed from transactions that do not exist.
 """

@@ -2,5 +2,6 @@
 
 These files are `archive_faults.py`, `disk_faults.py`, `network_faults.py`, `process_faults.py` and
 `zookeeper_faults.py`, with the helpers of `injection.py`. A new kind must also be added to
-`LATER_KINDS` in `waltz_sim/schedule.py`. Otherwise all earlier seeds get other schedules.
+`LATER_KINDS` in `waltz_sim/schedule.py`. If the kind is missing there, all earlier seeds get other
+schedules.
 """

@@ -127,8 +127,8 @@ def damage_objects(cluster: SimCluster, rng: "Random") -> bool:
 def _repair_objects(cluster: SimCluster, tries_left: int) -> None:
     """Request the replacement of a damaged object repeatedly, until no object is damaged.
 
-    If an object is still damaged after the last try, for example because no storage has its
-    records, the files are restored from a copy of the archive.
+    An object may still be damaged after the last try, for example because no storage has its
+    records. Then the files are restored from a copy of the archive.
     """
     archive = cluster.archive
     damaged = [
@@ -186,7 +186,7 @@ def _request_expiry(cluster: SimCluster, before: TransactionId, tries_left: int)
 
 
 def expire_rows_in_doubt(cluster: SimCluster, rng: "Random") -> bool:
-    """Let all archived objects expire while an owner and some clients do not learn outcomes."""
+    """Let all archived objects expire while outcomes do not reach an owner and some clients."""
     if not cluster.setup.expires or not strand_owner(cluster, rng):
         return False
     for client in cluster.clients:
@@ -232,10 +232,10 @@ def crash_at_a_reset(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose the segments of a replica; after its reset, stop the rest of its last quorum.
+    """Lose a replica's segments; after its reset, stop the other replicas of its last quorum.
 
-    The other replicas lack the newest appends. If the log of the reset replica counted, the
-    next session would decide without these appends.
+    The replicas outside of this quorum lack the newest appends. If the log of the reset replica
+    counted, the next session would decide without these appends.
     """
     owner, replicas = cluster.owner, [cluster.storages[replica] for replica in cluster.replicas]
     marker = cluster.coordinator.marker
@@ -273,7 +273,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lose_marks(cluster: SimCluster, rng: "Random") -> bool:
-    """Restore ZooKeeper's data from before a session's last archived marks, if it has any."""
+    """Restore ZooKeeper's data from the same session with an older archived mark, if any."""
     is_recent = rng.random() < 0.7
 
     def try_to_lose_marks(tries_left: int) -> None:
@@ -306,7 +306,7 @@ def _lose_marks(cluster: SimCluster, rng: "Random", *, is_recent: bool) -> bool:
 
 
 def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
-    """Accept the log of a replica that ends below the archived mark, by mistake.
+    """Accept, by mistake, a replica's log that ends below the archived mark.
 
     The log lacks acknowledged transactions, so no session may open with it. Often all servers
     restart as well, so that no server has the former mark in memory.

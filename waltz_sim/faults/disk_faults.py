@@ -252,7 +252,7 @@ def memory_pressure(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
-    """Zero a page of a file; a page of old records or of their index may become unreadable too."""
+    """Zero a page of a file; a page of old records or of their index may also become unreadable."""
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
@@ -323,7 +323,7 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose, cut, mix up, revert or replace the lock files, which must do no harm."""
+    """Lose, cut, mix up, revert or replace the lock files; this must do no harm."""
     storage = choose_storage(cluster, rng)
     disk = storage.disk
     paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
@@ -395,7 +395,7 @@ def _operate_later(cluster: SimCluster, rng: "Random") -> None:
 
 
 def _damageable_files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that faults may spoil, in order, and each kind about equally often."""
+    """Return the damageable files in order, repeated so that kinds are about equally frequent."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(storage.disk.files()):
         if path.parent not in {STORAGE_DIRECTORY, STORAGE_DIRECTORY / "0"} or path.name.endswith(
@@ -423,8 +423,8 @@ def _damage_file(
 ) -> bool:
     """Damage a file of a storage with `damage`; return whether the budget has allowed it.
 
-    `is_plausible` data is valid but old. No component can detect such data, or a loss at the end of
-    a log.
+    With `is_plausible`, the damaged data is valid but old. No component can detect such data, or a
+    loss at the end of a log.
     """
     storage = choose_storage(cluster, rng)
     files = [

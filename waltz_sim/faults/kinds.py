@@ -11,8 +11,8 @@ Rules:
        occurs can be rejected (`injection.py`).
     4. Rough runs find bugs that need several rare faults at once. A rough run has a theme: a few
        kinds of faults that occur often, such as faults of disks, of ZooKeeper's data, or of
-       assignments. In half of the rough runs, only the kinds in `_ALWAYS_POSSIBLE` can occur in
-       addition. Most rough runs have small segments.
+       assignments. In half of the rough runs, only the kinds of the theme and of `_ALWAYS_POSSIBLE`
+       can occur. Most rough runs have small segments.
 """
 
 from collections.abc import Callable
@@ -162,7 +162,7 @@ WEIGHTS: Final[dict[str, int]] = {
     "duplicate_connect": 2,
 }
 
-# The kinds from which each theme is chosen (rule 4), and the other kinds in runs with few others.
+# Rule 4: the kinds from which a theme is chosen, and the kinds that can occur in any rough run.
 THEMES: Final = (
     "all_power",
     "change_replicas",

@@ -114,7 +114,7 @@ def slow_network(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def heavy_tail(cluster: SimCluster, rng: "Random") -> bool:
-    """Delay a few messages for very long; later messages on their links wait for them."""
+    """Delay a few messages for very long; later messages on these links wait for them."""
     cluster.network.slow_message_share = rng.choice((0.01, 0.1))
 
     def recover() -> None:
@@ -164,7 +164,7 @@ def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
-    """Let the dialing end abandon a link; its messages arrive later, and then the link's end."""
+    """Let the dialing process abandon a link; its messages, then the link's end, arrive later."""
     network, world = cluster.network, cluster.world
     links = [
         link

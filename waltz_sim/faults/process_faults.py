@@ -133,7 +133,7 @@ def pause_server(cluster: SimCluster, rng: "Random") -> bool:
 def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
     """Hang a server's event loop, perhaps forever, while its threads keep its ZooKeeper session.
 
-    At least one other server does not hang, because the partition has to move to it.
+    At least one other server does not hang, because the partition has to move to this server.
     """
     server = rng.choice(cluster.servers)
     hang_ms = rng.choice((300, 1_500, 4_000, None))
@@ -187,7 +187,7 @@ def slow_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def kill_client(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a client, which may have appends in flight; it restarts as another client."""
+    """Kill a client, perhaps with appends in flight; it restarts as another client."""
     client = rng.choice(cluster.clients)
     if not client.is_up:
         return False

@@ -118,8 +118,8 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
 
     The owner loses ZooKeeper and most replicas. No component can notify the owner that its session
     has expired, that the partition has moved, or that it is fenced. The partition may return to the
-    owner before it learns of the move. The owner's clients may leave it, and may be sent back to
-    it.
+    owner before the owner learns of the move. The owner's clients may leave it, and may be sent
+    back to it.
     """
     coordinator, owner = cluster.coordinator, cluster.owner
     successors = _possible_successors(cluster)
@@ -164,7 +164,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _possible_successors(cluster: SimCluster) -> list[str]:
-    """Return the servers that could take over from a serving owner; empty without such an owner."""
+    """Return the servers that could take over from the owner; empty if no owner is serving."""
     coordinator, owner = cluster.coordinator, cluster.owner
     if owner is None or owner.is_paused or owner.name in coordinator.cut_off:
         return []
@@ -177,7 +177,7 @@ def _possible_successors(cluster: SimCluster) -> list[str]:
 def _cut_replicas_off(
     cluster: SimCluster, owner: "SimServer", rng: "Random"
 ) -> list[tuple[str, str]]:
-    """Leave the owner a minority of replicas, which only it reaches; or do nothing."""
+    """Let the owner reach a minority of replicas, and other servers the rest; or do nothing."""
     network, replicas = cluster.network, list(cluster.replicas)
     rng.shuffle(replicas)
     if rng.random() < 0.15:
@@ -315,11 +315,11 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
-    """Accept a replica's log by a command, which may die after each step and is then run again.
+    """Accept a replica's log by a command. It may die after each step, and is then run again.
 
-    Often the replica has lost its last records and is suspect, another replica lacks these records,
-    and the replicas that have them are down. Then a partial run of the command must not open the
-    partition.
+    Often the replica has lost its last records, and is suspect. Another replica lacks these
+    records, and the replicas that have the records are down. Then a partial run of the command must
+    not open the partition.
     """
     metadata, replicas = cluster.coordinator.metadata, list(cluster.replicas)
     held = {} if metadata is None else metadata.states
@@ -342,7 +342,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", after_ms: int) -> None:
-    """Run the command when the replica is reachable; if it dies, perhaps run it again."""
+    """Run the command when the replica is reachable; if the command dies, perhaps run it again."""
     dies_after = rng.choice(("", "", *DEATH_STEPS))
     again_ms = rng.choice((None, 200, 1_500))
 

@@ -1,19 +1,19 @@
 """Checks of the archive: its objects, the archived mark, and the starts of logs.
 
 The rules of the archive are those of docs/decisions/047. Records are compared with the reference
-history. The checks use the content of a file as it was written, because a fault may have changed it
-later.
+history. The checks use the content of a file as it was written, because a fault may have changed
+the file later.
 
 Rules:
     1. Each transaction up to the recorded archived mark is in an object that the recorded manifest
-       lists. Files are never overwritten. So this is checked only when ZooKeeper records a mark,
-       when the start of a log rises, and at the end.
+       lists. Files are never overwritten. So the check runs only when ZooKeeper records a mark,
+       when the start of a log rises, and at the end of the run.
     2. A fault that replaces ZooKeeper's data may replace a mark by an older mark. From then on,
        only two things are checked: the content of files, and that no file is deleted that a log
        needs.
     3. An object may be missing from the manifest and from the store only when the grace period
        after a recorded expiry is over. The time of an expiry is the time at which the storage
-       computed its manifest.
+       computed the manifest of the expiry.
 """
 
 from collections.abc import Iterator
@@ -62,8 +62,9 @@ class ArchiveGuarantees:
         self._listed_objects: dict[str, ObjectEntry] = {}
         self._deleted_files: dict[str, None] = {}
         self._replaced_ms: dict[str, int] = {}  # manifest -> when the next manifest was written
-        # Expiry (rule 3): the requested ID, the time at which each manifest was computed (by the
-        # world's clock and the storage's clock), and each first available ID with its time.
+        # Expiry (rule 3). First the requested ID. Then, for each manifest, the time of its
+        # computation, on the world's clock and on the storage's clock. Then each first available ID
+        # with its time.
         self._expiry_requested_id = TransactionId(0)
         self._computed_ms: dict[str, tuple[int, int]] = {}
         self._expired_ids: list[tuple[TransactionId, int]] = []
@@ -78,7 +79,7 @@ class ArchiveGuarantees:
     # ---- the store
 
     def on_file_written(self, name: str, *, is_known: bool) -> None:
-        """28. Archived: no file is overwritten (AR 2), or of another cluster (AR 17)."""
+        """28. Archived: no file is overwritten (AR 2), and none is of another cluster (AR 17)."""
         if is_known:
             self._state.fail("Archived", f"file {name} is written twice")
         self._check_cluster_key(name)
@@ -106,7 +107,7 @@ class ArchiveGuarantees:
             self._check_unneeded(self._listed_objects[name], self._recorded_mark)
 
     def _check_unneeded(self, entry: ObjectEntry, recorded: ArchivedMark) -> None:
-        """28. Archived: after a rollback of ZooKeeper, files that logs need remain (AR 16)."""
+        """28. Archived: after a rollback of ZooKeeper, files that logs need are kept (AR 16)."""
         for replica in self._state.cluster.replicas:
             start = self._log_starts.get(replica, BEFORE_FIRST)
             if max(entry.first - 1, recorded.last) < start and entry.last >= self._expired_below():
@@ -260,7 +261,7 @@ class ArchiveGuarantees:
     def _listed_files(
         self, mark: ArchivedMark
     ) -> "Iterator[tuple[ObjectEntry, StoredFile | None]]":
-        """Yield the objects in a mark's manifest with their files; None if a file may be gone."""
+        """Yield each object in a mark's manifest with its file, or with None if it may be gone."""
         archive = self._state.cluster.archive
         files = {**archive.files, **archive.original_files}
         manifest = files.get(mark.manifest)
@@ -348,7 +349,7 @@ class ArchiveGuarantees:
     # ---- the end
 
     def archived_data_before(self, first: int) -> Iterator[bytes]:
-        """Yield the data of transactions before an ID, from objects or (expired) the history."""
+        """Yield the data of transactions before an ID, from objects, or the history if expired."""
         if first == 0:
             return
         recorded = self._recorded_mark

@@ -12,15 +12,15 @@ Rules:
        - Another replica has lost data in the current session. This session could engage it because
          of its earlier answers.
     2. A replica may lose the end of its log without a trace, within a session. No component can
-       detect this loss. It is allowed only if a quorum of other replicas is engaged, and all of
-       them hold everything that this replica holds (docs/design/correctness.md 2.4, rows 2 and 8).
-       Even if one of these replicas is away, the others outvote this replica.
+       detect this loss. It is allowed only if a quorum of other replicas is engaged, and all
+       engaged replicas hold everything that this replica holds (docs/design/correctness.md 2.4,
+       rows 2 and 8). Even if one of these replicas is away, the others outvote this replica.
     3. A replica that has lost data is trusted again under two conditions: a later session has
        engaged it, and a complete read of a copy of its disk has found no damage.
     4. ZooKeeper's data is the last record of the expected content of the disks. So this data may
        not change after a disk has lost data, and no disk may lose data after such a change.
-    5. Without a budget (`Setup.is_unbounded`), losses of the first kind may happen at any time.
-       Then the partition may halt, but a wrong answer is still a failure.
+    5. Without a budget (`Setup.is_unbounded`), losses of rule 1 may happen at any time. Then the
+       partition may halt, but a wrong answer is still a failure.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -144,7 +144,7 @@ def is_disk_sound(storage: "SimStorage") -> bool:
 
 
 def _has_lost_batches(log: PartitionLog) -> bool:
-    """Whether a log has lost batch entries: it serves records, but cannot be copied completely."""
+    """Whether a log has lost batch entries. Such a log serves records, but no complete copy."""
     first = TransactionId(log.start.transaction_id + 1)
     if log.synced_max < first:
         return False
@@ -153,7 +153,7 @@ def _has_lost_batches(log: PartitionLog) -> bool:
 
 
 def read_whole_log(log: PartitionLog) -> None:
-    """Read a whole log, so that it finds its damage; raise WaltzError if that fails."""
+    """Read a whole log, so that its damage is detected; raise WaltzError if that fails."""
     at = TransactionId(log.start.transaction_id + 1)
     while at <= log.synced_max:
         log.lineage(at, at)

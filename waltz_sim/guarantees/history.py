@@ -1,4 +1,4 @@
-"""The reference history of a run, which is independent of the machines under test.
+"""The reference history of a run, independent of the machines under test.
 
 If a checker read committed data from the machines, it would inherit their bugs. So the history is
 built from the batches that are sent to replicas, and from the results that are sent to
@@ -95,8 +95,9 @@ class Operation:
     mark: int  # the last ID that its author had really seen
     requested_us: int
     data: bytes = b""
-    # The in-flight rows that this row depends on (IDs and keys), and their session. Its mark is
-    # then higher than `state_mark`, the mark of the state from which it was computed.
+    # The in-flight rows that this row depends on (IDs and keys), and their session. If there are
+    # such rows, the mark of this row is higher than `state_mark`, the mark of the state from which
+    # this row was computed.
     predecessors: tuple[tuple[int, tuple[int, int]], ...] = ()
     state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION

@@ -9,7 +9,7 @@ Rules:
     1. A checked transaction reads two values at its mark. It has a write lock on a value that it
        changes, and a read lock on a value that it only reads.
     2. The values that it writes follow from the values that it read and from its number. So the log
-       alone determines them.
+       alone determines the written values.
     3. TRANSFER moves money between two accounts (the bank). PUSH appends to a list and states its
        length (list-append). GUARD lets the first of a pair leave only while the second one stays
        (write skew).
@@ -26,7 +26,7 @@ from waltz_sim.guarantees.history import NUMBER_BYTES, Violation
 # The kind, the two positions, and the value read at each position.
 _BODY: Final = struct.Struct(">BiiQQ")
 INITIAL_BALANCE: Final = 100
-# The locks of each kind differ from those of other kinds and of plain rows.
+# The locks of each kind differ from the locks of other kinds and of plain rows.
 _LOCKS_PER_KIND: Final = 1_000
 
 
@@ -112,9 +112,10 @@ class Ledger:
     def encode_body(
         self, checked: CheckedTransaction, mark: int, predecessors: Iterable[bytes] = ()
     ) -> bytes:
-        """Return the data after the number of a checked transaction that is computed at a mark.
+        """Return the data of a checked transaction, without its number, computed at a mark.
 
-        `predecessors` are the data of the in-flight rows after the mark that it depends on.
+        The transaction also depends on in-flight rows after the mark; `predecessors` has their
+        data.
         """
         after: dict[tuple[int, int], int] = {}
         for data in predecessors:

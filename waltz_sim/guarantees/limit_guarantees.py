@@ -29,8 +29,8 @@ FRAME_BYTES: Final = 16 * 1024
 # Limits per virtual second, several times the usual rate: delays begin at about 20 ms and double.
 CLAIMS_MAX: Final = 20
 DIALS_MAX: Final = 50
-# The limit of a storage's queue. Each of two sessions may exceed it by what the session sends
-# before an answer arrives.
+# The limit of a storage's queue. Two sessions may exceed it, each by the bytes that it sends before
+# an answer arrives.
 QUEUE_BYTES_MAX: Final = 64 * 1024
 
 

@@ -6,8 +6,8 @@ lock table that misses a writer, or has an entry for a transaction that never ex
 Rules:
     1. An entry of a lock table may be too high. It is never too low, and never above the last ID
        that its server has assigned.
-    2. A server knows the log up to the high-water mark that its session has committed. Its table
-       need not have later writes by other servers.
+    2. A server knows the log up to the high-water mark that its session has committed. The server's
+       lock table need not have later writes by other servers.
 """
 
 from bisect import bisect_right
@@ -43,7 +43,7 @@ class LockGuarantees:
             self._writers.setdefault(lock, []).append(transaction_id)
 
     def last_writer(self, lock: int, mark: int) -> int:
-        """Return the ID of the last transaction up to a mark that wrote a lock."""
+        """Return the ID of the last transaction that wrote a lock, up to a mark."""
         writers = self._writers.get(lock, ())
         at = bisect_right(writers, mark)
         return writers[at - 1] if at else BEFORE_FIRST

@@ -1,14 +1,14 @@
 """Checks of the outcomes, feeds and marks that applications receive, against the log.
 
-These are all results that a user can see. The checks use only the log and what the applications
-receive, and no replica, session or server.
+A user can see no other results. The checks use only the log and the results that applications
+receive. They use no replica, session or server.
 
 Rules:
     1. The log is that of the reference history. It grows here, and each new row is checked once,
        when it is added.
     2. An application's mark is the last ID that it has really seen, whatever its client states.
-    3. An application does not receive AHEAD if the log had reached its mark before it sent the
-       request.
+    3. An application does not receive AHEAD if the log had reached its mark before the application
+       sent the request.
 """
 
 import struct
@@ -93,7 +93,7 @@ class OutcomeGuarantees:
             state.count("dependent append sent before its predecessors committed")
 
     def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
-        """Followed: check that its author was notified of all later rows that wrote its locks."""
+        """Followed: check that the row's author was notified of all newer writers of its locks."""
         history = self._state.history
         reported = {transaction_id for transaction_id, _ in operation.predecessors}
         locks = {*operation.write_locks, *operation.read_locks}
@@ -253,7 +253,7 @@ class OutcomeGuarantees:
     def on_context_ended(
         self, operation: Operation, result: TransactionId | Exception | None
     ) -> None:
-        """11. OutcomeTruth: check an attempt of a context, which ends with an ID or an error."""
+        """11. OutcomeTruth: check the result of a context's attempt, an ID or an error."""
         if isinstance(result, OutcomeUnknown):
             operation.outcome = "unknown"
         elif isinstance(result, int):

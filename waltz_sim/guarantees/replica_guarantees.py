@@ -9,8 +9,8 @@ Rules:
        them.
     2. Records are compared byte by byte with the reference history. The checks trust no checksum
        and no hash chain.
-    3. The checks never read through a log object, because this could fail or repair data, and would
-       change the run.
+    3. The checks never read through a log object, because such a read could fail or repair data,
+       and would change the run.
 """
 
 from collections.abc import Iterator
@@ -296,7 +296,7 @@ class ReplicaGuarantees:
                 )
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
-        """Whether a batch entry may be a substitute for other entries, which were unreadable."""
+        """Whether a batch entry may be a substitute for other entries that were unreadable."""
         return name in self.corrupted and entry.session_id == RECONSTRUCTED
 
     def _check_identity(self, storage: "SimStorage", data: str) -> None:
@@ -365,8 +365,8 @@ class ReplicaGuarantees:
     def check_log_state(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: check that a replica has the rows of the history up to its low-water mark.
 
-        A suspect replica, such as one that lost its segments and was reset, counts in no quorum,
-        and is not checked.
+        A suspect replica counts in no quorum, and is not checked. An example is a replica that has
+        lost its segments and was reset.
         """
         if storage.name in self.corrupted or log.damaged or log.slot.suspect:
             return

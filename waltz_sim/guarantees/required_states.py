@@ -1,7 +1,7 @@
 """The states that a batch of runs must reach at least once.
 
 A checker without input always passes, so it proves nothing. So this module lists the states that a
-batch must have reached to prove something. The component that observes a state counts it.
+batch of runs must have reached to prove something. The component that observes a state counts it.
 """
 
 from collections.abc import Mapping

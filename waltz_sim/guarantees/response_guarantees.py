@@ -5,8 +5,8 @@ has sent it, or whether the client will accept it.
 
 Rules:
     1. A server sends an outcome or a high-water mark only while a store session is open and
-       settled, or in the step that closed it. It may send records of the log from any session that
-       was open.
+       settled, or in the step that closed it. A server may send records of the log from any session
+       that was open.
     2. A mark that was not confirmed by a quorum is no older than
        `high_water_mark_staleness_ms_max`.
     3. After a client's row was lost, none of its later rows on that connection is committed until
@@ -63,7 +63,7 @@ _SESSION_MESSAGES: Final = (
     ReplicasResponse,
 )
 _MARK_REQUESTS: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
-# Committed records are final, so a server may send them after the session of the request.
+# Committed records are final, so a server may send them after the session of the request has ended.
 _COMMITTED_DATA_MESSAGES: Final = (FeedBatch, RangeData)
 _REASONS_WITHOUT_SESSION: Final = bytes(
     (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.TOO_LARGE, RowOutcomeCode.OVERLOADED)
@@ -256,7 +256,7 @@ class ResponseGuarantees:
         self._state.count("single transaction read")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
-        """Check that a lock conflict names a committed transaction; the server may wait for it."""
+        """Check that a lock conflict is a committed transaction; a server may await its commit."""
         reasons = bytes(message.reasons)
         claimed = self._claims.pop(message.req_id, None)
         if RowOutcomeCode.LOCK not in reasons:
@@ -304,7 +304,7 @@ class ResponseGuarantees:
             self._acknowledged.append((self._state.world.now_ms, transaction_id))
 
     def highest_acknowledged(self, at_ms: int) -> int:
-        """Return the highest ID acknowledged up to a time in ms, which must not decrease."""
+        """Return the highest ID acknowledged up to `at_ms`; `at_ms` must never decrease."""
         known = self._acknowledged
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()

@@ -1,16 +1,16 @@
 """Checks of store sessions: claims, decisions, openings and commits.
 
 This module follows docs/design/correctness.md 2.1. It uses the data in ZooKeeper, the promises on
-the disks, and the answers that the owner has received. From these it computes the expected
-decisions independently, and compares the owner's decisions with them.
+the disks, and the answers that the owner has received. From these data, it computes the expected
+decisions independently, and compares them with the owner's decisions.
 
 Rules:
     1. The content of ZooKeeper is known from the writes that ZooKeeper has applied (`wrote`).
     2. A replica is fenced when its disk has promised the session, whether or not any server has
        received the answer.
     3. The checks compute the expected decision once. They do this when the owner reports its
-       decision, or earlier, when it sends the first message that changes a replica. All later
-       messages must agree with this decision.
+       decision, or earlier, when the owner sends the first message that changes a replica. All
+       later messages must agree with this decision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,8 +86,8 @@ class SessionGuarantees:
         self.is_rewritten = False  # whether a fault has changed ZooKeeper's data
         self.claims: dict[SessionId, ClaimedMetadata] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # since the second compare-and-set
-        # The end of the log at that time. An owner that opens late is fenced, and must cover only
-        # this.
+        # The end of the log at the second compare-and-set. An owner that opens late is fenced, and
+        # must cover only the log up to this end.
         self._last_at_open: dict[SessionId, int] = {}
         self.ever_engaged: dict[SessionId, dict[str, None]] = {}
         self.engaged_now: dict[str, None] = {}
@@ -95,14 +95,14 @@ class SessionGuarantees:
         self._claim_nonces: dict[SessionId, dict[bytes, None]] = {}
         self._version = 0
         self._last_claimants: list[str] = []
-        # From the disks: the highest promise and mark session of each replica so far, and which
-        # replicas have synced each chain.
+        # From the disks: for each replica, the highest promise and the highest last session in its
+        # slots; for each chain, the replicas that have synced the chain.
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
         self._last_of_chain: dict[Chain, int] = {}  # chain -> the last ID of its batch
-        # Answers that the owner has received, each with whether it came from the storage that was
-        # registered at that time.
+        # Answers that the owner has received. A flag states whether an answer came from the storage
+        # that was registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
         self._answered_last: dict[tuple[SessionId, str], int] = {}
         self.decided: dict[SessionId, DecidedMark] = {}

@@ -6,15 +6,15 @@ and a test can remove or move a sync without running the program again.
 
 Rules:
     1. Only synced data is certain. Of the later changes, each sector, each size and each directory
-       entry is kept or lost independently, in any order. If one of them has changed several times,
-       any of its values may remain.
+       entry is kept or lost independently, in any order. If a sector, size or entry has changed
+       several times, any of its values may remain.
     2. `Sync` makes a file's bytes and size durable, but not its name. `SyncDirectory` makes the
        entries of one directory durable, but neither the directory's own entry in its parent, nor
        the contents of files.
     3. A rename is two changes of entries. After a crash the file may have both names, or neither.
     4. A sector within a file's size that was never written reads as zeros.
     5. After a failed sync, the sectors of the file may be durable or not. A later sync does not
-       change that unless they are written again.
+       change that unless the sectors are written again.
     6. A killed process loses nothing, and makes nothing durable.
 """
 
@@ -336,7 +336,7 @@ class KeepAll(KeepNone):
 
 
 class KeepOnly(KeepNone):
-    """Keeps only some units. The file of a kept sector also keeps its newest size."""
+    """Keeps only some units. If a sector is kept, the newest size of its file is kept, too."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)
@@ -592,7 +592,7 @@ def without_change(changes: Sequence[DiskChange], position: int) -> list[DiskCha
 
 
 def with_delayed_sync(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | None:
-    """Return the changes of a program that makes a sync after the next sync; None for the last."""
+    """Return the changes if a program delays a sync until after the next; None for the last."""
     after = next((sync for sync in sync_positions(changes) if sync > position), None)
     if after is None:
         return None

@@ -1,7 +1,7 @@
 """An asyncio event loop in virtual time, for production code with coroutines.
 
-Machines need no loop. The drivers of the client and of the operator do need one, and their faults
-occur between two awaits.
+Machines need no loop. The drivers of the client and of the operator need a loop, and faults of
+these drivers occur between two awaits.
 
 Rules:
     1. Callbacks run in the order in which they became ready. A timer is an action planned in the
@@ -130,7 +130,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # ---- the interface of the world
 
     def run_inside(self, call: Callable[[], object]) -> None:
-        """Call inside the loop, and run all ready callbacks (rule 2); raise as in rule 3."""
+        """Call a function in the loop, and run all ready callbacks (rule 2); raise as in rule 3."""
         if self._is_running:
             call()
             return

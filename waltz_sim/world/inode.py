@@ -23,7 +23,7 @@ class Inode:
     locked_by: object | None = None
 
     def mark_written(self, start: int, end: int) -> None:
-        """Mark the sectors of written bytes as dirty, and those wholly written as readable."""
+        """Mark the sectors of written bytes as dirty, and fully written sectors as readable."""
         if start >= end:
             return
         first, last = start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES
@@ -79,7 +79,7 @@ class Inode:
             durable[start:end] = visible[start:end]
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Make clean sectors show their durable content (rule 8), with lost syncs and bit rot.
+        """Make clean sectors show their durable content (rule 8), including lost syncs and bit rot.
 
         The visible size stays, because the operating system has it in memory.
         """

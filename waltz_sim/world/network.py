@@ -12,10 +12,10 @@ Rules:
        all messages. Both ends detect this only by keep-alives, much later.
     5. In a world with bytes every message is encoded and decoded, so it shares no memory with its
        sender.
-    6. A dialler's messages may arrive after it has dropped the link. The network may have delayed
-       them, or they were unread in the socket of the far end. Meanwhile the dialler opens a new
-       link, and may receive answers on it. Later the far end receives the remaining messages of the
-       old link, in order, and then its end.
+    6. A dialer's messages may arrive after the dialer has dropped the link. The network may have
+       delayed the messages, or they were unread in the socket of the far end. Meanwhile the dialer
+       opens a new link, and may receive answers on it. Later the far end receives the remaining
+       messages of the old link, in order, and then the end of the old link.
 """
 
 from functools import partial
@@ -46,7 +46,7 @@ class Handlers(NamedTuple):
 
 
 class HeldMessages(NamedTuple):
-    """Messages of a dialler that the far end does not receive yet (rule 6)."""
+    """Messages of a dialer that the far end does not receive yet (rule 6)."""
 
     messages: list[Message]
     on_late_delivery: "Callable[[], None]"  # called when the first message reaches the far end
@@ -183,7 +183,7 @@ class Network:
     # ---- ending
 
     def close(self, link: SimLink, end: int, reason: str = "closed by the other end") -> None:
-        """Close one end; the other end learns of it after the messages in transit (rule 2)."""
+        """Close one end; the other end receives messages in transit, then the close (rule 2)."""
         if not link.is_open[end]:
             return
         link.is_open[end] = False

@@ -99,7 +99,7 @@ class Process:
             self._waiting_inputs.popleft()()
 
     def call_after_us(self, delay_us: int, action: Action) -> PlannedAction:
-        """Plan an action for this incarnation; it is dropped if the process dies before."""
+        """Plan an action for this incarnation; the action is dropped if the process dies first."""
         return self.world.call_after_us(
             delay_us, partial(self.process_input, self.incarnation, action)
         )

@@ -1,18 +1,21 @@
 """A disk in memory that can lose unsynced data: the simulated version of `file_system.py`.
 
-A storage's promises must survive a power loss, and a real disk cannot simulate one. For each file,
-this disk keeps the visible content, the durable content, and the set of sectors that differ.
+A storage's promises must survive a power loss, and a real disk cannot simulate a power loss. For
+each file, this disk keeps the visible content, the durable content, and the set of sectors that
+differ.
 
 Rules:
     1. Only `sync` and `sync_directory` make data durable, and only the data of their own file or
        directory.
     2. A power loss keeps any subset of the unsynced sectors, and any size between the durable and
-       the visible size. Of the changes of names it keeps the first few, as a journal does.
+       the visible size. Of the changes of names, it keeps the first few, as a journal does.
     3. A sector (512 bytes) is written as a whole or not at all, also by a failing write.
-    4. After a failed sync, the sectors are marked as clean. So the program sees them, but they
-       never become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
-    5. Every call that changes the disk is a step. A fault is planned for a step with a number, for
-       the next step of a kind, or for a read. A callback reports when the fault occurs.
+    4. After a failed sync, the sectors are marked as clean. So the program sees the sectors, but
+       the sectors never become durable, and the next sync reports no error. ext4, XFS and Btrfs do
+       the same.
+    5. Every call that changes the disk is a step. A fault is planned for the step with a given
+       number, for the next step of a given kind, or for a read. A callback reports when the fault
+       occurs.
     6. A lying disk reports syncs that it has not done.
     7. An unreadable sector stays unreadable until it is discarded, cut, or written completely. A
        partial write would have to read the rest of the sector.
@@ -278,7 +281,7 @@ class SimDisk:
         return path in self._names or path in self._directories
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return a constant for an existing path, as no file is replaced while it is in use."""
+        """Return a constant for an existing path: no file is replaced while it is in use."""
         return (0, 0) if self.exists(path) else None
 
     def list(self, directory: Path) -> list[str]:
@@ -459,7 +462,7 @@ class SimDisk:
         return Contents(files, frozenset(self._directories))
 
     def replace_contents(self, contents: Contents) -> None:
-        """Replace all contents by those of a backup; the caller has closed all files."""
+        """Replace all contents by the contents of a backup; the caller has closed all files."""
         self._names = {
             path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
         }
@@ -538,7 +541,7 @@ class SimDisk:
             raise DiskFailed(f"{call_name} {path}: input/output error")
 
     def space_after(self, inode: Inode, size: int) -> int:
-        """Return the free bytes if a file had `size` bytes; negative if they are too few.
+        """Return the bytes that would be free if a file had `size` bytes; negative if too few.
 
         Returns 0 for a disk without a limit, and for a file that does not grow.
         """

@@ -11,7 +11,8 @@ Rules:
        removed from a schedule, the rest of the run changes as little as possible.
     4. The trace is a running hash of all notes. Two runs of one seed have equal traces. A note
        changes only the trace. `fingerprint` costs less, and is always available.
-    5. In a calm world every draw is the middle one, so that a scenario does not depend on luck.
+    5. In a calm world, every random draw returns the middle value, so that a scenario does not
+       depend on luck.
 """
 
 import hashlib
@@ -98,7 +99,7 @@ class World:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the times of all actions in hexadecimal; different runs have different ones."""
+        """A hash of the times of all actions, in hexadecimal; it differs between different runs."""
         return f"{self._fingerprint:016x}"
 
     def stream(self, name: str) -> Random:

@@ -1,7 +1,7 @@
 """Reads of archived transactions directly from the object store, for option `archive`.
 
-The driver finds the archived objects and splits them into tasks by size. Tasks read them without a
-server or a storage.
+The driver finds the archived objects and splits them into tasks by size. Tasks read the objects
+without a server or a storage.
 
 Rules:
     1. If the archive cannot be read, the query continues. A warning names the partition and the
@@ -117,7 +117,7 @@ def read_archived_chunks(
     form: RangeForm,
     header_values: Sequence[int],
 ) -> Iterator[RangeChunk]:
-    """Yield the transactions of a span, fewer of them if the archive cannot be read (rule 1)."""
+    """Yield the transactions of a span, but fewer if the archive cannot be read (rule 1)."""
     first = span.first
     try:
         for chunk in read_archived(

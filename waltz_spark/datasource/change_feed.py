@@ -3,9 +3,9 @@
     transactions of a partition, in order, and the feed state before them -> rows, the next state
 
 Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
-    1. An upsert of an absent key is `insert`. An upsert of a present key is `update_preimage` and
-       `update_postimage`, next to each other; a delete of a present key is `delete`. A delete of an
-       absent key has no row.
+    1. An upsert of an absent key causes the row `insert`. An upsert of a present key causes two
+       adjacent rows, `update_preimage` and `update_postimage`. A delete of a present key causes the
+       row `delete`. A delete of an absent key causes no row.
     2. In `update_preimage` and `delete`, the payload columns have the values of the key's previous
        change. In all rows, the columns of the log have the values of the transaction that causes
        the row.
@@ -45,16 +45,16 @@ _CHANGE_TYPES = pa.array(["insert", "update_preimage", "update_postimage", "dele
 _INSERT, _UPDATE_PREIMAGE, _UPDATE_POSTIMAGE, _DELETE = range(len(_CHANGE_TYPES))
 _NO_ROW = -1
 _EMPTY_MAP_PAYLOADS = {"msgpack": b"\x80", "json": b"{}"}
-# Replaces a payload that is null; no payload of a format with schemas is empty.
+# Replaces null payloads, because payloads of formats with schemas are never empty.
 _NULL_REPLACEMENT = b""
 
 
 def resolve_rule_columns(options: ReadOptions, schema: StructType) -> ReadOptions:
-    """Return the options of a change feed; the columns in its rules are spelled as in the schema.
+    """Return the options of a change feed; its rules spell columns as the schema does.
 
     Raises:
-        BadConfig: the schema lacks a column of the rules, or the column has a type that they
-            exclude.
+        BadConfig: the schema lacks a column of the rules, or such a column has a type that the
+            rules exclude.
     """
     rules = options.change_feed_rules
     assert rules is not None

@@ -4,8 +4,8 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     1. The task of a batch read has a private state, and reads the log from its first available
        transaction.
     2. The task of a micro-batch uses the state file of its query, partition and rules. It moves the
-       state to the start of the micro-batch. If the state is past this start, it returns to its
-       previous mark. If the previous mark is past the start, too, the task rebuilds the state.
+       state to the start of the micro-batch. If the state is past this start, the state returns to
+       its previous mark. If the previous mark is past the start, too, the task rebuilds the state.
     3. The state is private if there is no file, if another task uses the file, or if SQLite reports
        an error. The rows are the same. After an error of SQLite, the file is deleted.
     4. While the state moves to the start, it is committed every 1,000,000 transactions.

@@ -260,7 +260,7 @@ def state_file_path(name: str) -> Path | None:
 
 
 def _delete_unused_files(current_file: Path) -> None:
-    """Delete the states whose last use was 8 days or more before that of `current_file`."""
+    """Delete the states whose last use was 8 days or more before the last use of `current_file`."""
     oldest = current_file.stat().st_mtime - UNUSED_S_MAX
     for file in current_file.parent.glob(f"*{_FILE_SUFFIX}"):
         _delete_if_older(file, oldest)

@@ -3,7 +3,7 @@
 Batch reads and stream reads use this module.
 
 Rules:
-    1. It processes whole columns; a batch has at most 8,192 rows or about 8 MiB.
+    1. The module processes whole columns; a batch has at most 8,192 rows or about 8 MiB.
     2. If a read needs neither `data` nor payload columns, only headers are fetched.
     3. IDs are consecutive. If a read has no filter, a gap is an error.
 """
@@ -76,7 +76,7 @@ class BatchConverter:
             self._encryption = decryption_of(options)
             columns += [name for name in _DECRYPTION_COLUMNS if name not in columns]
         # A count needs no columns, but the batches must have the number of rows: read the narrowest
-        # one.
+        # column.
         self.columns = columns or ["partition"]
 
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -135,7 +135,7 @@ class BatchConverter:
     def _unpack_valid_payloads(
         self, columns_by_name: dict[str, pa.Array], unpacker: Unpacker
     ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Unpack a batch with null payloads, which give null columns and count as fitting."""
+        """Unpack a batch with null payloads. They give null columns, and count as fitting."""
         is_present = columns_by_name["data"].is_valid()
         names = (*_LOCATION_COLUMNS, "data")
         columns, present_fits = self._unpack_payloads(

@@ -69,7 +69,7 @@ class WaltzDataSource(DataSource):
 
     @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch; `schema` is that of the log or of the user."""
+        """Return the reader of a batch; `schema` is the log's schema or the user's schema."""
         options = self._resolve_read_options(schema, Purpose.BATCH)
         from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
@@ -77,7 +77,7 @@ class WaltzDataSource(DataSource):
 
     @without_stack
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        """Return the reader of a stream; `schema` is that of the log or of the user."""
+        """Return the reader of a stream; `schema` is the log's schema or the user's schema."""
         from waltz_spark.datasource import stream_read  # noqa: PLC0415 - see the module
         from waltz_spark.spark_version import adapt_stream_reader  # noqa: PLC0415 - see the module
 

@@ -3,10 +3,11 @@
 A start by time requires requests to the log or to its archive.
 
 Transactions below the first available ID of the log have expired from the archive. A read that
-requests such transactions is data loss, which is an error unless the options allow it:
+requests such transactions is data loss. Data loss is an error unless the options allow it. The
+cases are:
 - a start before the first available ID,
-- requested IDs below it,
-- an end that the user specifies below it, if the read begins at the beginning of the log.
+- requested IDs below the first available ID,
+- a user-specified end below the first available ID, if the read begins at the beginning of the log.
 """
 
 import logging
@@ -32,7 +33,7 @@ _log = logging.getLogger("waltz")
 def starts(
     client: WaltzClient, options: ReadOptions, sources: Mapping[int, ReplicaSet]
 ) -> dict[int, int]:
-    """Return the exclusive start of each partition in `sources`, which has the current marks.
+    """Return the exclusive start of each partition. `sources` has the current marks.
 
     Raises:
         BadConfig: the user specified marks, but none for one of the partitions.
@@ -90,7 +91,7 @@ def _earliest_starts(options: ReadOptions, first_ids: Mapping[int, int]) -> dict
 
 
 def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
-    """Return the inclusive end of each partition in `sources`, never before an expired ID.
+    """Return the inclusive end of each partition in `sources`, at least the last expired ID.
 
     Raises:
         BadConfig: the user specified marks, but none for one of the partitions.

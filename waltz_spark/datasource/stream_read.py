@@ -10,9 +10,9 @@ Rules:
     2. Offsets never decrease, except by rule 4. This holds even if a server that has just lost a
        partition reports an old mark.
     3. A start past the end of the log is data loss, after a quorum of the replicas has confirmed
-       the end. An offset from another cluster is also data loss, even if the log is long enough. It
-       is no data loss if the cluster was restored from a backup of the cluster in the offset, and
-       if this backup contains all transactions that the stream has read.
+       the end. An offset from another cluster is also data loss, even if the log is long enough.
+       There is one exception: the cluster was restored from a backup of the cluster in the offset,
+       and this backup contains all transactions that the stream has read.
     4. If the offset is from another log (rule 3) and the options allow data loss, the stream reads
        the partition from its start. First, a micro-batch that reads nothing from this partition
        sets the offset to `BEFORE_FIRST`.
@@ -149,7 +149,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Do nothing: the connections close when their process exits."""
 
     def _decode_offset(self, start: Offset) -> StreamOffset:
-        """Decode an offset; a partition that is not in it has the mark `BEFORE_FIRST`."""
+        """Decode an offset; a partition that the offset lacks has the mark `BEFORE_FIRST`."""
         client = client_of(self._options.connect)
         partitions = planning.chosen_partitions(self._options, client.partition_count)
         offset_marks, cluster = decode_offset(start)
@@ -296,7 +296,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A reader for a stream that cannot be read: its methods raise the error.
 
-    If `streamReader` raised it, PySpark 4.3 would hide it behind an error of its own.
+    If `streamReader` raised the error, PySpark 4.3 would hide it behind another error.
     """
 
     def __init__(self, error: WaltzError) -> None:

@@ -3,9 +3,9 @@
 Rules:
     1. Each scrape computes the lag from the last progress of a query and the current marks of its
        logs. So the lag also grows while a micro-batch hangs.
-    2. The position of a failed query is kept, so that its lag grows. This is also the case if the
-       query starts again and fails in its first micro-batch. A stopped query is removed. Spark may
-       report the end of a run only after the next run has begun.
+    2. The position of a failed query is kept, so that its lag grows. The position is also kept if
+       the query starts again and fails in its first micro-batch. A stopped query is removed. Spark
+       may report the end of a run only after the next run has begun.
     3. A scrape waits at most `REQUEST_S_MAX` for the marks of the logs; without an answer, it shows
        no lag.
     4. Each value is exported once, even after several calls for the same session or cluster.

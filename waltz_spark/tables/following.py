@@ -1,4 +1,4 @@
-"""`follow` and `upsert`: keep tables equal to a replay of the log up to their marks.
+"""`follow` and `upsert`: keep tables equal to a replay of the log up to the marks of the tables.
 
 Both functions run in the user's Python process, like `append` and `snapshot`.
 """
@@ -126,9 +126,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
 ) -> dict[int, int] | dict[str, dict[int, int]]:
     """Keep tables equal to the log, batch by batch; return the high-water marks of the tables.
 
-    Each batch is one commit, which also stores the marks. So the table equals a replay of the log
-    whenever the driver, an executor or a task is killed. A repeated call continues at the marks of
-    the table. `waltz-core follow` can continue the same table without Spark.
+    Each batch is one commit, which also stores the marks. So the table equals a replay of the log,
+    even after the driver, an executor or a task was killed. A repeated call continues at the marks
+    of the table. `waltz-core follow` can continue the same table without Spark.
 
         waltz_spark.follow(spark, connect, table="/tables/accounts", key="id",
                            schema="id long, owner string, op string", delete_where="op = 'D'")
@@ -139,30 +139,30 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         table: the name of the table, or its path or URL. If the table does not exist, it is
             created.
         key: the key column or columns; none for Parquet.
-        schema: the columns of the table: those of the payload, and those of the log by their names.
-            The table has two more columns, `_partition` and `_transaction_id`. Without a schema,
-            columns are inferred from the payloads, which must be msgpack or JSON; this works for
-            Delta tables only.
+        schema: the columns of the table: columns of the payload, and columns of the log by their
+            names. The table has two more columns, `_partition` and `_transaction_id`. Without a
+            schema, columns are inferred from the payloads. The payloads must be msgpack or JSON,
+            and the table must be a Delta table.
         format: the format of a new table: delta (default), iceberg, or parquet. A Parquet table
             only gains rows, and each call for it needs `format`.
         headers: the headers of transactions that belong to the table; default: all transactions.
         delete_headers: the headers of transactions that delete the row with their key.
         delete_where: another condition for deletes: a boolean column, or a comparison of a column
             with a literal (`op = 'D'`).
-        changes: `module:function`, the name of a changes function. Its argument is a
-            `pyarrow.Table` of transactions with the columns of `schema`, and it returns changes.
-            The columns of the table are those that the function returns. Workers must be able to
-            import the module.
+        changes: `module:function`, the name of a changes function. The argument of this function is
+            a `pyarrow.Table` of transactions with the columns of `schema`. The function returns
+            changes. The columns of the table are those that the function returns. Workers must be
+            able to import the module.
         tables: several tables by name, path or URL, in place of the arguments above. The log is
-            read once for all of them. Each table has its own commits and marks; the result has them
-            by table.
+            read once for all tables. Each table has its own commits and marks; the result has the
+            marks by table.
         follower: the name of the follower in the commits of the table.
         start: the start of a new table. It is a commit time (in UTC if it has no time zone), or a
             mapping with the mark before the first transaction of each partition. Default: the first
             available transaction.
         until: the end of the call. "now" is the end of the log at the time of the call. A mapping
-            has a mark for each partition; the call also ends at the end of the log if it is before
-            these marks. Default: the function returns only with an error.
+            has a mark for each partition; if the log ends before these marks, the call ends at the
+            end of the log. Default: the function returns only with an error.
         batch_transactions: the maximum number of transactions in a commit.
         interval_s: seconds between requests for new transactions.
         on_progress: a function that is called with two numbers: the transactions that this call has
@@ -337,9 +337,9 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
             waltz_spark.upsert(df, connect, table="/tables/accounts", key="id")
 
     Args:
-        df: transactions of the log, with the columns `partition` and `transaction_id`, with
-            `delete_headers` also `header`, and with the columns of the table. A transaction may
-            have several rows with different keys.
+        df: transactions of the log, with the columns `partition` and `transaction_id`, and the
+            columns of the table. With `delete_headers`, column `header` is also required. A
+            transaction may have several rows with different keys.
         connect: the connect string of the transactions' cluster.
         table: the name of the table, or its path or URL. If the table does not exist, it is
             created.

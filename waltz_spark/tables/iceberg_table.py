@@ -4,14 +4,15 @@ The summary of each snapshot stores the marks in property `waltz.marks`. Iceberg
 from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. No other commit may come between v, the snapshot that `marks` has read, and the snapshot of
-       the next batch. So a batch is committed to its own branch, which begins at v. Then the branch
-       `main` is moved to the new snapshot. If `main` is no longer at v, Iceberg rejects this move,
-       and the follower raises `Superseded`. If another program has dropped the branch, Iceberg
-       commits the batch on top of `main`, in a new branch. So the follower also checks that the
-       parent of the new snapshot is v.
-    2. Every snapshot in the history of `main` contains its marks and the rows up to them. So a
-       rollback to such a snapshot needs no repair: the follower continues from its marks.
+    1. Let v be the snapshot that `marks` has read. No other commit may come between v and the
+       snapshot of the next batch. So a batch is committed to its own branch, which begins at v.
+       Then the branch `main` is moved to the new snapshot. If `main` is no longer at v, Iceberg
+       rejects this move, and the follower raises `Superseded`. If another program has dropped the
+       branch, Iceberg commits the batch on top of `main`, in a new branch. So the follower also
+       checks that the parent of the new snapshot is v.
+    2. Every snapshot in the history of `main` contains its marks and the rows up to these marks. So
+       a rollback to such a snapshot needs no repair: the follower continues from the snapshot's
+       marks.
     3. Snapshots that only replace files (compaction) do not count as commits of other programs.
     4. The position columns are `_log_partition` and `_transaction_id`, because `_partition` is one
        of Iceberg's metadata columns.
@@ -167,7 +168,7 @@ class MergedIcebergTable:
                 limit *= 100
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
-        """Merge changes and commit the marks with them; return whether there is a new snapshot.
+        """Merge changes and store the marks in one commit; return whether there is a new snapshot.
 
         Raises:
             BadRequest: a key has changes in two partitions.
@@ -271,7 +272,7 @@ class MergedIcebergTable:
     def _drop_branches(self) -> None:
         """Drop the branches of earlier runs, which would keep their snapshots from expiring.
 
-        A branch that is at `main`, or one snapshot after it, is kept: another follower may use it.
+        A branch at `main`, or one snapshot after `main`, is kept: another follower may use it.
         `main` can no longer move to the other branches.
         """
         if self._has_dropped_branches:

@@ -121,7 +121,8 @@ class SparkFollowedLog:
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
         """Return the last change of each key after `starts[0]` and up to `ends`, as one DataFrame.
 
-        If columns are declared, the log is read at the next action; otherwise it is read at once.
+        If columns are declared, the log is read at the next action. If not, the log is read at
+        once.
 
         Raises:
             BadFormat, BadConfig: columns cannot be inferred; see `ColumnInference`.
@@ -155,7 +156,7 @@ class SparkFollowedLog:
 class LastChangesRead:
     """Reads the transactions of tasks, and yields the last changes (rule 1).
 
-    Spark passes the numbers of tasks: one number to each of its own tasks.
+    Each Spark task receives one number: the index of an element of `tasks`.
     """
 
     reader: DataSourceReader
@@ -207,7 +208,7 @@ def changes_of_dataframe(
     """Return the last change of each key and task in a DataFrame of transactions (rule 2).
 
     Args:
-        df: transactions with the columns of the table, and with those that the rules use.
+        df: transactions with the columns of the table, and with the columns that the rules use.
         schema: the columns of the table.
         rules: how transactions become changes.
         after: the marks of the table; transactions up to them are dropped.
@@ -248,7 +249,7 @@ def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
 
 
 def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
-    """Return the columns of a table: those of its transactions, or those of its changes function.
+    """Return the columns of a table: the columns of its transactions or of its changes function.
 
     Raises:
         BadConfig: Spark has no type for a column.

@@ -2,8 +2,8 @@
 
 Rules:
     1. A table has the declared columns, and two columns for the position of the last change of the
-       row: `_partition` and `_transaction_id`. Iceberg reserves the first name, so its tables use
-       another one.
+       row: `_partition` and `_transaction_id`. Iceberg reserves the first name, so Iceberg tables
+       use another name.
     2. If a key has changes in two partitions, the statement fails. The message begins with
        `TWO_PARTITIONS_PREFIX`.
 """

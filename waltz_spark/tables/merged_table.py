@@ -1,7 +1,7 @@
 """A Delta table that a follower in Spark writes, with `MERGE`.
 
 Each commit has the marks as `userMetadata`, and the identifier of the follower as `txn`. Delta
-reads both from the settings of the session, so the session belongs to the table.
+reads marks and identifier from the settings of the session, so the session belongs to the table.
 
 Rules:
     1. The `txn` version of a commit is the number of transactions in the table before the commit,
@@ -15,13 +15,13 @@ Rules:
        detects such a commit when it reads the table again (`delta_commits.py`).
     3. A table has the declared columns, and the position of the last change of the row:
        `_partition` and `_transaction_id`.
-    4. Auto compaction is off. Otherwise Delta would run an `OPTIMIZE` in the session after the
+    4. Auto compaction is off. If it were on, Delta would run an `OPTIMIZE` in the session after the
        `MERGE`, and commit it with the metadata of the follower.
-    5. Delta stores values of partition columns as texts, in names of directories. It reads two
+    5. Delta stores values of partition columns as texts, in names of directories. Delta reads two
        texts as null: the empty text, and the name that represents null. The follower rejects both
-       texts: a `MERGE` would not find the row with such a key, and would insert it again. The time
-       zone is UTC, because in other zones two timestamps have the same text when daylight saving
-       time ends.
+       texts: a `MERGE` would not find the row with such a key, and would insert the row again. The
+       time zone is UTC, because in other zones two timestamps have the same text when daylight
+       saving time ends.
 """
 
 import contextlib
@@ -162,7 +162,7 @@ class MergedDeltaTable:
             return state
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
-        """Merge changes and commit the marks with them; return whether there is a new version.
+        """Merge changes and store the marks in one commit; return whether there is a new version.
 
         Raises:
             BadRequest: a key has changes in two partitions.

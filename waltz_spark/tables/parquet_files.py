@@ -1,7 +1,7 @@
 """A table of Parquet files. Tasks of Spark write the files, and the driver writes the marks.
 
-The layout and its rules are those of the core (`waltz_core/tables/parquet_table.py`). So a follower
-with Spark continues a table of a follower without Spark, and vice versa. Tasks write with
+The layout and its rules are the same as in the core (`waltz_core/tables/parquet_table.py`). So a
+follower with Spark continues a table of a follower without Spark, and vice versa. Tasks write with
 pyarrow: tasks and driver access the store of the table like `waltz-core follow`.
 """
 

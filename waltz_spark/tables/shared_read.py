@@ -1,4 +1,4 @@
-"""The changes of several tables in a part of the log, which is read once for all of them.
+"""Reads a part of the log once, and returns the changes of several tables.
 
 Rules:
     1. A task reads the columns of the log, filtered by the headers of all tables. Each table
@@ -45,7 +45,7 @@ from waltz_spark.tables.log_changes import (
 )
 from waltz_spark.worker_errors import without_stack_each
 
-# The columns of the log with which tables select transactions, and which error messages name.
+# The columns of the log that tables use to select transactions, and that error messages name.
 _SELECTION_COLUMNS = ("partition", "transaction_id", "header")
 _LOG_SCHEMA = StructType(
     [
@@ -173,7 +173,7 @@ class SharedSparkFollowedLog:
 class SharedRead:
     """Reads the transactions of tasks, and yields the last changes of each table (rule 2).
 
-    Spark passes the numbers of tasks: one number to each of its own tasks.
+    Each Spark task receives one number: the index of an element of `tasks`.
     """
 
     tasks: Sequence[ReadTask]

@@ -1,7 +1,7 @@
 """Converts errors of Spark, Delta and Iceberg to errors of the project.
 
 Rules:
-    1. An error of the project that a task raises is raised on the driver as this error.
+    1. If a task raises an error of the project, the driver raises the same error.
     2. An error of the network, or the loss of an executor, is `Unavailable`, and a follower tries
        again. Other errors of Spark are not changed, and end the follower.
     3. The message of a violated table constraint contains values of rows. Such a value may be the
@@ -115,7 +115,7 @@ def _convert_message(
 
 
 def _error_of_row(text: str, subject: str) -> BadRequest | None:
-    """Return the error of a row for which the SQL statements of the followers raise an error."""
+    """Return the error for a row that a follower's SQL statement rejects; None for other errors."""
     if twice := _TWO_PARTITIONS_ERROR.search(text):
         return BadRequest(
             f"{subject}: the key {twice[1]}, and partitions have no common order. Hint: use a key "

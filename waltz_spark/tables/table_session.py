@@ -1,4 +1,4 @@
-"""A session for writing a table: Delta reads the identifier of a `MERGE` from its settings.
+"""The session that writes a table. Its settings contain the identifier of a `MERGE` for Delta.
 
 In the session of the user, another query would inherit the identifier, and Delta would skip the
 commits of that query as repetitions.
@@ -25,7 +25,7 @@ def table_session(spark: SparkSession) -> Iterator[SparkSession]:
         yield session
     finally:
         if is_connect_session(session):
-            # This is not stop(), which would stop a server that this process has started.
+            # Not stop(), because it would stop a server that this process has started.
             with contextlib.suppress(Exception):  # otherwise the session expires after an hour
                 session.client.release_session()
 

@@ -4,9 +4,9 @@ Spark pickles the writer for every task, and unpickles it again for the commit. 
 contains plain values only, and nothing may depend on shared state, `abort` or `finally`.
 
 Rules (docs/spark.md, "Exactly once"):
-    1. The driver begins a write, and its first run sets the starting marks. So if a task finds no
-       marks, the write has ended. A write without `writeId` gets a new name in each run. So its
-       tasks can run again, but not the whole write.
+    1. The driver begins a write, and the first run of the write sets the starting marks. So if a
+       task finds no marks, the write has ended. A write without `writeId` gets a new name in each
+       run. So its tasks can run again, but not the whole write.
     2. `commit` first keeps the results, and then marks the write as done. So if a write is done,
        its results exist.
        - A write without `writeId` is removed instead. If the removal fails, the job succeeds

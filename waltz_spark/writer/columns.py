@@ -1,11 +1,11 @@
-"""Converts the columns of a DataFrame to those of an append: payload, locks, partition, mark.
+"""Converts the columns of a DataFrame to append columns: payload, locks, partition, mark.
 
 The module rejects invalid columns: on the driver by type (`check_schema`), on the executor by value
 (`RowConverter`).
 
 Rules:
-    1. It processes whole columns: Python code runs for each row only to pack payloads and hash
-       strings.
+    1. The module processes whole columns: Python code runs for each row only to pack payloads and
+       hash strings.
     2. The append columns keep the order of the rows.
 """
 

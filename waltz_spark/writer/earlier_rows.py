@@ -1,6 +1,6 @@
 """Finds the rows of a task that earlier attempts have appended.
 
-The module handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
+The module handles the rows of an exactly-once write; the client handles the attempts (`TaskClaim`).
 
 Rules (docs/spark.md, "Exactly once"):
     1. The log is read after the client has mounted all partitions of the write. From then on, no
@@ -12,8 +12,8 @@ Rules (docs/spark.md, "Exactly once"):
     3. If no row matches a record, the input has changed, so the write fails.
     4. If a row of this task matches a record that another task of an earlier run has appended, the
        write fails. The row may be in the log already, because the earlier run has split the input
-       into tasks differently. It may also be another row with the same content. The two cases
-       cannot be distinguished.
+       into tasks differently. Or the record may belong to another row with the same content. The
+       two cases cannot be distinguished.
     5. Nothing is appended until rules 2 to 4 have been checked; until then, rows are stored in a
        file. So a run that fails because of these rules does not change the log, and a correct run
        can continue.
@@ -52,7 +52,7 @@ class EarlierRows:
             with its partition, one without.
         others: the row keys of records from other tasks of earlier runs, of both kinds.
         next_sequences: by partition, the request number after the highest one in the log.
-        keys: computes the keys of rows, in the same way as those of the records.
+        keys: computes the keys of rows, in the same way as the keys of the records.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class _Record(NamedTuple):
 def _read_records(
     client: WaltzClient, partition: int, span: tuple[int, int], client_ids: npt.NDArray[np.int64]
 ) -> Iterator[_Record]:
-    """Yield the records of the wanted clients; data is read only for chunks that contain any."""
+    """Yield the records of the wanted clients; data is read only for chunks with such records."""
     for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
         headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
         positions = np.flatnonzero(

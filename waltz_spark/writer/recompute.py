@@ -51,10 +51,11 @@ _log = logging.getLogger("waltz")
 
 # A boolean column: whether a transaction's payload fits the input's columns.
 PAYLOAD_FITS_COLUMN = "waltz_whole"
-# Columns that the writer sets: values that the function returns for them have no effect.
+# Columns that the writer sets. If the function returns values for these columns, the values have no
+# effect.
 _COLUMNS_SET_BY_WRITER = ("partition", MARK_COLUMN)
 PAUSE_MS_MAX = 5_000
-# Limits for the transactions since a mark, which are in memory as a table.
+# Limits for the transactions since a mark. These transactions are in memory as a table.
 NEWER_TRANSACTIONS_MAX = 1_000_000
 NEWER_BYTES_MAX = 256 * 1024 * 1024
 
@@ -254,7 +255,7 @@ def _decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> pa.RecordBa
 def _unpack_payloads(
     batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]
 ) -> pa.RecordBatch:
-    """Add the payload's columns, which are null for payloads that do not fit (rule 5)."""
+    """Add the payload's columns; if a payload does not fit, they are null (rule 5)."""
     if unpacker is None:
         return batch
     columns, fits_schema = unpacker.columns_with_nulls(batch.column("data"))
@@ -294,7 +295,8 @@ def _check_result(
     """Return the numbers of the replaced rows, and the recomputed rows with the input's columns.
 
     Raises:
-        BadRequest: the answer violates rule 3; the error has the expected and the found value.
+        BadRequest: the function's result violates rule 3; the error has the expected and the found
+            value.
     """
     if isinstance(answer, pa.RecordBatch):
         answer = pa.Table.from_batches([answer])

@@ -3,11 +3,11 @@
 The columns of the files are an interface for users.
 
 Rules:
-    1. Each task attempt writes its own file. Its name contains the name of the write, and begins
-       with `_`, so that readers ignore the file. At the end, the job renames the files of the
-       attempts that Spark accepted, deletes the other files of this write, and writes `_SUCCESS`
-       last. So a directory without `_SUCCESS` is unfinished. If an attempt runs longer than the
-       job, readers continue to ignore its file. The job does not touch other files in the
+    1. Each task attempt writes its own file. The name of the file contains the name of the write,
+       and begins with `_`, so that readers ignore the file. At the end, the job renames the files
+       of the attempts that Spark accepted, deletes the other files of this write, and writes
+       `_SUCCESS` last. So a directory without `_SUCCESS` is unfinished. If an attempt runs longer
+       than the job, readers continue to ignore its file. The job does not touch other files in the
        directory.
     2. The columns are the chosen input columns, then `RESULT_FIELDS`; all are nullable.
 """
@@ -171,7 +171,7 @@ def is_result_file_of(name: str, write: str) -> bool:
 def publish_results(
     results_path: str, names: list[str], write: str, summary: dict[str, object]
 ) -> None:
-    """Make the named files of a write visible, and delete those of its other attempts (rule 1)."""
+    """Make the named files of a write visible; delete the files of other attempts (rule 1)."""
     directory = open_results_directory(results_path)
     for name in names:
         with suppress(FileNotFoundError):  # an executor has another local directory

@@ -2,7 +2,7 @@
 
 Rules:
     1. A row key is a digest of partition, header and data. With option `identityColumns`, it is a
-       digest of the partition and these columns, which a recomputed row keeps.
+       digest of the partition and these columns. A recomputed row keeps these columns.
     2. Each record has two keys: one with its partition, and one for rows that may be in any
        partition.
 """

@@ -1,7 +1,7 @@
 """The number and the hash of a write's rows, to compare them with a finished write.
 
-ZooKeeper stores both for days in the summary of a finished write, so their definition must not
-change.
+ZooKeeper stores number and hash for days in the summary of a finished write. So the definition of
+both must not change.
 
 Rules (docs/spark.md, "A write ID identifies its rows"):
     1. A row is identified as in the log (`row_keys.py`): by header and payload, or by
@@ -9,8 +9,8 @@ Rules (docs/spark.md, "A write ID identifies its rows"):
        round-robin. Locks and marks are not compared: a repeated run may compute them from a newer
        state, and the log does not store them.
     2. The hash of a row has 64 bits, mixed from the CRC-32 and the length of its payload, its
-       partition and its header. The hash of several rows is the sum of their hashes modulo 2**64,
-       which does not depend on their order, tasks or batches.
+       partition and its header. The hash of several rows is the sum of their hashes modulo 2**64.
+       The sum does not depend on the order, tasks or batches of the rows.
     3. The hash detects mistakes, not attacks: the writer of the rows also chooses the write ID.
 """
 
@@ -53,7 +53,7 @@ class RowsHash(NamedTuple):
         return {"rows": self.rows, "rows_hash": self.hex}
 
     def check_equal(self, write: str, summary: Mapping[str, Any], *, hint: str) -> None:
-        """Check that these are the rows of a finished write, if its summary has their hash.
+        """Check that these are the rows of a finished write, if its summary has a hash.
 
         Raises:
             BadRequest: the finished write had other rows; the error has both counts.

@@ -5,15 +5,15 @@ the commit. Neither writer knows the number of the batch, but the tasks do.
 
 Rules (docs/spark.md, "Exactly once"):
     1. A micro-batch is the write (query, batch). Its tasks read the query and the batch from their
-       local properties, and pass both to the commit in their messages. The first task of its first
+       local properties, and pass both to the commit in their messages. The first task of the first
        run sets the starting marks.
     2. Spark records a micro-batch after this writer's commit. If the driver dies after the commit
        and before the record, Spark repeats the batch with the same tasks. These tasks find that the
        write is done, and append nothing. If the rows differ, the query fails, because otherwise the
        newly computed rows would be lost without notice.
     3. The commit also removes the write of the previous batch, because Spark has recorded that
-       batch. The write of the last batch is kept for a year after its end. While it exists, no task
-       of an earlier batch can begin.
+       batch. The write of the last batch is kept for a year after its end. While this write exists,
+       no task of an earlier batch can begin.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         remove_writes(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log the number of committed rows; a repeated micro-batch will find them in the log."""
+        """Log the number of committed rows. A repeated micro-batch finds these rows in the log."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
             return  # the error has the row counts

@@ -7,7 +7,7 @@ Rules:
     1. With `exactlyOnce`, an attempt first claims its task in the write (`TaskClaim`). Then it
        skips the rows that earlier attempts have appended (`earlier_rows.py`).
     2. If the write is already done, its tasks append nothing. They still count and hash their rows:
-       the driver compares them with the rows of the finished write.
+       the driver compares these rows with the rows of the finished write.
 """
 
 import logging
@@ -99,7 +99,7 @@ class WriteJob:
     """The common part of all tasks in one run of a write.
 
     `marks` are the high-water marks of the log at `start_ms`, the start of the run; `options.marks`
-    are those that the user specified. `run` is the name of the run, and `write` the name of the
+    are the marks that the user specified. `run` is the name of the run, and `write` the name of the
     write, None without `exactlyOnce`. `keep_ms` is the retention of a write that its first task
     begins.
     """

@@ -1,8 +1,8 @@
-"""Passes the counts of a stream's written rows from the process that commits them to the driver.
+"""Passes the counts of a stream's written rows to the driver, from the committing process.
 
 Spark commits each micro-batch in a Python process on the driver's machine, and passes no counts on
-(docs/decisions/067). So `waltz_spark.export_metrics` makes a file for each query, to which the
-commit adds.
+(docs/decisions/067). So `waltz_spark.export_metrics` makes a file for each query, and the commit
+adds its counts to this file.
 
 Rules:
     1. Without a file, a commit writes nothing.
@@ -69,7 +69,7 @@ def open_counts(query: str) -> None:
 
 
 def add_counts(query: str, counts: WriteCounts) -> None:
-    """Add to the counts of a query, if it has a file (rules 1 and 4); in the commit."""
+    """In the commit, add to the counts of a query, if the query has a file (rules 1 and 4)."""
     with contextlib.suppress(OSError):
         if _is_own(_directory()) and (_directory() / query).exists():
             _write(_directory() / query, read_counts(query).plus(counts))
