@@ -183,7 +183,7 @@ class AsyncWaltzClient(OpenedByConnect):
         claim: TaskClaim | None = None,
         partitions: Iterable[int] | None = None,
     ) -> "Opening[AsyncWaltzClient]":
-        """Open a client with a given layout; it queries ZooKeeper only when partitions have moved.
+        """Open a client with a given layout; the client queries ZooKeeper only if partitions moved.
 
         Mounts use connection sequences above `connection_sequence`. If two writers have the same
         client ID, the mount with the higher connection sequence wins. `partitions` has the same
@@ -355,8 +355,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def has_pending(self) -> bool:
         """Whether the client has appends without an outcome."""
-        # NB: threads of the sync client read this while the loop adds partitions; `list` copies
-        # atomically.
+        # NB: threads of the sync client read this dict while the loop adds partitions; `list`
+        # copies it atomically.
         return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
     def pending_reason(self) -> str:
@@ -431,18 +431,18 @@ class AsyncWaltzClient(OpenedByConnect):
     async def recent_rejections(self, partition: int) -> list[Rejection]:
         """Return the newest rejected transactions of a partition, newest first.
 
-        The owner keeps at most 100 in memory, so there are none after a move of the partition.
-        Raises BadRequest if the server is older than this request.
+        The owner keeps at most 100 rejections, in memory only. A new owner starts without
+        rejections. Raises BadRequest if the server is older than this request.
         """
         return await self.requests.recent_rejections(self._check_partition(partition))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's high-water mark.
 
-        All of these appends that are committed are at or below the mark. If the partition moved
-        during the call, another server may have committed transactions above the mark in the last
-        two seconds. For a mark that is not older than the call, use `high_water_mark(partition,
-        linearizable=True)`.
+        If an earlier append is committed, its transaction ID is not above the mark. If the
+        partition moved during the call, another server may have committed transactions above the
+        mark in the last two seconds. For a mark that is not older than the call, use
+        `high_water_mark(partition, linearizable=True)`.
         """
         partition_id = self._check_partition(partition)
         client_partition = self._partitions.get(partition_id)
@@ -466,8 +466,8 @@ class AsyncWaltzClient(OpenedByConnect):
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
         """Set the first sequence number for the appends to each partition.
 
-        Use this method, before any append, if an earlier client with the same client ID has used
-        the lower numbers.
+        If an earlier client with the same client ID has used the lower numbers, call this method
+        before any append.
         """
         for partition_id, sequence in sequences.items():
             (await self._partition(self._check_partition(partition_id))).begin_sequences(sequence)
@@ -491,12 +491,13 @@ class AsyncWaltzClient(OpenedByConnect):
 
         By default, the first lock determines the partition; without locks, partitions are used
         round-robin. The default of `client_high_water_mark` is the last transaction that this
-        client has applied or, without a feed, the last transaction that is known to be in the log.
+        client has applied. Without a feed, it is the last transaction that is known to be in the
+        log.
 
-        The future raises LockFailed (compute again from the state at its `high_water_mark`),
-        ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed out, or
-        the error that ended the stream. After OutcomeUnknown, the transaction may be in the log.
-        After any other error, it is not.
+        The future raises LockFailed, ClientAheadOfLog, TooLarge, OutcomeUnknown, another
+        Unavailable if the append timed out, or the error that ended the stream. After LockFailed,
+        compute again from the state at the error's `high_water_mark`. After OutcomeUnknown, the
+        transaction may be in the log. After any other error, it is not.
 
         With `pipelined`, the future may raise LockFailed before the conflicting transactions are
         committed. The `pipelined_state` of the error contains these transactions. Compute again as
@@ -782,8 +783,8 @@ class AsyncWaltzClient(OpenedByConnect):
         self, partition_id: PartitionId, *, linearizable: bool
     ) -> TransactionId:
         mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
-        # The returned mark never decreases, although a server that does not know that it has lost
-        # the partition may return a lower mark.
+        # A server may have lost the partition without knowing it, and then return a lower mark. The
+        # mark that this method returns never decreases.
         highest_mark = max(mark, self._marks.get(partition_id, mark))
         self._marks[partition_id] = highest_mark
         return highest_mark

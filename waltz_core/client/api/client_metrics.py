@@ -28,7 +28,7 @@ _closed_counts: Final[dict[tuple[str, int], AppendCounts]] = {}
 
 
 def _forget_clients() -> None:
-    """Forget the parent's clients (rule 3), and its lock, which another thread may have held."""
+    """Forget the parent's clients (rule 3) and the parent's lock: a thread may have held it."""
     global _lock  # noqa: PLW0603 - a lock cannot be reset
     _lock = threading.Lock()
     _open_clients.clear()

@@ -301,8 +301,8 @@ def open_scan(
             chunks = client.read_range(
                 partition, start, stop - 1, form=columns.form, replicas=sources[partition]
             )
-            # Close the range here. After an error, its traceback would keep the range open longer
-            # than the client.
+            # Close the range here. Without this call, the traceback of an error would keep the
+            # range open longer than the client.
             with closing(chunks):
                 for chunk in chunks:
                     yield from columns.batches(chunk, partition)

@@ -24,8 +24,8 @@ Rules:
     7. A view belongs to one log, so the cluster key is stored with each mark. If a cluster was
        restored from a backup of the view's cluster, the view may continue with the restored
        cluster. The restored cluster must have all transactions that the view has applied. Then the
-       marks of the view get its key, and no instance moves these marks for the old cluster any
-       more.
+       marks of the view get the key of the restored cluster, and no instance moves these marks for
+       the old cluster any more.
 """
 
 import logging
@@ -74,7 +74,8 @@ _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock f
 _COMMENTS_AND_LITERALS = re.compile(
     r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL
 )
-# Statements that end or begin a transaction; ROLLBACK TO and RELEASE of a savepoint do not.
+# Statements that end or begin a transaction. ROLLBACK TO and RELEASE of a savepoint are not such
+# statements.
 _TRANSACTION_END_PATTERN = re.compile(
     r"(?:^|;)\s*(COMMIT|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b)|ABORT|END|BEGIN"
     r"|START\s+TRANSACTION|PREPARE\s+TRANSACTION)\b",
@@ -135,8 +136,8 @@ class SqlCallbacks(BatchCallbacks):
         _check_engine(engine)
         _check_statements(engine)
         self._create_table()
-        # SQLite permits one writer at a time; all others would poll for the lock of the database.
-        # So partitions take turns with this lock.
+        # SQLite permits one writer at a time; other writers poll for the lock of the database. So
+        # partitions take turns with a lock of this process.
         is_sqlite = engine.dialect.name == "sqlite"
         self._apply_lock: AbstractContextManager[object] = (
             threading.Lock() if is_sqlite else nullcontext()

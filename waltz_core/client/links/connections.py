@@ -133,7 +133,7 @@ class ServerLink:
         is_waiting: IsWaiting,
         check_ownership: OwnershipCheck,
     ) -> None:
-        """Pass messages of a partition to its stream from now on, but no answers to `request`.
+        """Pass messages of a partition to its stream from now on, except answers to `request`.
 
         `check_ownership` checks whether the server owns the partition now. Only links to a 0.13
         server use it.

@@ -5,7 +5,8 @@ it. A Spark executor gets the owners from the driver (a *fixed* directory), and 
 when these owners may be outdated.
 
 Rules:
-    1. Owners are used only when the assignment was written for exactly the live servers.
+    1. Owners are used only if the assignment was written for exactly those servers that are live
+       now.
     2. `on_change` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.

@@ -1,7 +1,7 @@
 """Logs servers that do not answer: once when the silence begins, and once when it ends.
 
-A client has up to two connections to a server, and connects to it repeatedly. All of these share
-one log line for one silence, with the server's address.
+A client has up to two connections to a server, and connects to it repeatedly. All these connections
+share one log line for each silence, with the server's address.
 """
 
 import asyncio

@@ -15,9 +15,9 @@ Rules (decision 017):
     3. If a row that depends on predecessors is lost, it is not sent again, for the same reason
        (`appends.py`).
     4. The predecessors cover only the locks of the author's last rejected attempt. If the next
-       attempt has another lock, it is sent with the mark of the author's own state. It also
-       contains the session, because it was computed from transactions that may be lost with the
-       session.
+       attempt has another lock, the client sends the attempt with the mark of the author's own
+       state. The request still contains the session, because the attempt was computed from
+       transactions that may be lost with the session.
 """
 
 import struct
@@ -168,8 +168,8 @@ class PipelinedState:
     ) -> "PipelinedState":
         """Return this state, extended by the predecessors that came with a rejection at `mark`.
 
-        `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
-        predecessors that do not follow the mark.
+        `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError if the
+        IDs of the predecessors are not above the mark, or not ascending.
         """
         earlier_predecessors, base_mark = (
             (self.received, self.base_mark) if self.has_received_predecessors else ((), mark)

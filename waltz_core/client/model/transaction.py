@@ -134,7 +134,7 @@ class TransactionBuilder:
         self.append_locks: tuple[int, ...] = ()
 
     def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
-        """Return the transactions that wrote this one's locks and that a state at `mark` lacks.
+        """Return the transactions above `mark` that have written one of this transaction's locks.
 
         This method is for a context that is `pipelined`. Compute from the state as if it contained
         all of the returned transactions, in the order of their IDs. Read the mark together with the

@@ -38,7 +38,7 @@ assert FEED_HEADER_STRUCT.size == raw_records.FEED_HEADER_BYTES
 # maximum number in a batch.
 DELIVERY_COUNT_MAX = 256
 BATCH_MAX = 4_096
-# Slow callbacks end a run after this time, so that the mark does not lag by the whole run.
+# If callbacks are slow, a run ends after this time, so that the mark does not lag by the whole run.
 DELIVERY_S_MAX = 0.05
 # In seconds: how long the mark of a batched consumer is held back at most while no transaction
 # passes the filter. So one write of the mark covers many transactions.
@@ -214,7 +214,7 @@ class Applier:
         self._range_arrived.set()
 
     async def wait_until_applied(self, mark: TransactionId) -> None:
-        """Wait until the feed is applied up to `mark`; raises Unavailable if it stops before."""
+        """Wait until the feed is applied up to `mark`; raises Unavailable if the feed stops."""
         while self._applied is None or self._applied < mark:
             if self.stopped is not None:
                 raise errors.Unavailable(

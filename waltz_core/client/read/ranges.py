@@ -563,7 +563,7 @@ class ReplicaReader:
             self._link = None
 
     async def _fetch_with_retries(self, address: str, query: RangeQuery) -> RangeChunk:
-        """Read from a replica; if it requests a pause, wait, because others have limits, too."""
+        """Read from a replica. If it requests a pause, wait, because all replicas have limits."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._timeout_s
         while True:

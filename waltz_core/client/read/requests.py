@@ -13,8 +13,8 @@ Rules:
        treated as nearby.
     4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). It cannot confirm
        that its mark is not stale, so the client checks this in ZooKeeper. If the server owned the
-       partition before and after its answer, no other server has committed a transaction up to
-       then.
+       partition both before and after its answer, no other server has committed a transaction up to
+       this answer.
     5. If a partition moves while a query waits for the former owner, the query is sent to the new
        owner. The former owner may be frozen or on a dead host, so that it would not answer before
        the timeout.
@@ -301,8 +301,8 @@ class OwnerRequests:
     async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
         """Request that archived objects expire; if this returns False, repeat the call.
 
-        Whole objects expire: those with IDs below `before`, or with commit times before
-        `before_ms`. 0 disables a condition.
+        Whole objects expire. An object expires if all its IDs are below `before`, or if all its
+        commit times are before `before_ms`. 0 disables a condition.
 
         Raises:
             BadRequest: no part of the partition is archived.

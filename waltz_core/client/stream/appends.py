@@ -10,13 +10,13 @@ Rules:
     3. If a row of `append` is known not to be in the log, for a temporary reason, the client sends
        the row again until its deadline, because the row is still valid. A row that a lock has
        rejected and a pipelined dependent append are never sent again.
-    4. Rule 2 also holds for rows that are sent again (held rows). They wait until every submission
-       that was in flight with them has its outcome. All rows and batches that were appended since
-       then wait for the held rows. If the stream has not sent a submission yet, it returns this
-       submission as lost, so that its rows are also held
+    4. Rule 2 also holds for rows that are sent again (held rows). The held rows wait until every
+       submission that was in flight with them has its outcome. Rows and batches that were appended
+       later wait for the held rows. If a submission waits in the stream and was not sent yet, the
+       stream returns it as lost, so that its rows are also held
        (`outcome_tracker.Submission.keeps_order`).
-    5. A wait for earlier appends (a flush) does not include later appends. Otherwise it might never
-       end.
+    5. A wait for earlier appends (a flush) does not include later appends, because it might then
+       never end.
 """
 
 import asyncio
@@ -339,8 +339,8 @@ class Appends:
         order: ReportOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch that has reserved its space in the window; return its future."""
-        # NB: read the count now. The writer may process a loss while the batch waits, but then it
-        # has appended the batch before, and the batch must be reported LOST.
+        # NB: read the count now. The writer may process a loss while the batch waits. But the
+        # writer has appended the batch before that, so the batch must be reported LOST.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         if self._tracer is not None:
@@ -495,7 +495,8 @@ class Appends:
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail all appends with this error: no further answers will arrive."""
         rows = [*self._held_rows, *self._gathered]
-        # Clear these first. Otherwise rows that wait for a submission would be sent when it fails.
+        # Clear these first. Without this, rows that wait for a submission would be sent when this
+        # submission fails.
         self._held_rows, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._submissions):
             self.on_rejected(token, error)

@@ -9,8 +9,8 @@ Rules:
     2. When a stream ends, every caller that waits for it gets its error.
     3. The mark that the application has applied is kept as long as the client exists, even while
        the partition is paused or unsubscribed. During this time the application's state does not
-       change. With the log's mark instead, its transactions would claim to have seen newer
-       transactions.
+       change. If its transactions contained the log's mark instead, they would claim to have seen
+       newer transactions.
 """
 
 import asyncio

@@ -28,8 +28,8 @@ class FeedCursor:
         self.is_started = False
         # The application headers to feed; empty for all.
         self.header_values: tuple[int, ...] = ()
-        # Whether the server waits for the next request: the last grant is used up, or none was
-        # requested.
+        # Whether the server waits for the next request: it has sent all that was requested, or
+        # nothing was requested yet.
         self.is_suspended = False
         # Whether no request was sent because the application was too far behind. Then the end of
         # the log is not known.

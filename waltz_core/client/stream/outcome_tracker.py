@@ -335,7 +335,7 @@ class OutcomeTracker:
         return (first, last) if first <= last else None
 
     def in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
-        """Return final submissions with rows in doubt that may be below the log's first ID."""
+        """Return final submissions whose rows in doubt may be below the log's first ID."""
         return [
             pending
             for pending in self

@@ -24,11 +24,11 @@ Invariants:
     6. No transaction of the feed is missing: each accepted part starts right after the previous
        one.
     7. If a feed is far behind, the client does not request it from the server, because the server
-       would send all of it at once. Instead, the driver reads the transactions after `FeedLagging`,
-       as fast as the application applies them.
-    8. Submissions with `keeps_order` do not overtake each other. When one of them is reported lost,
-       all of them that still wait are reported LOST, too. After this report, the stream sends only
-       those that were appended later.
+       would send all of it at once. Instead, the stream emits `FeedLagging`. Then the driver reads
+       the transactions, as fast as the application applies them.
+    8. Submissions with `keeps_order` do not overtake each other. When one such submission is
+       reported lost, all such submissions that still wait are reported LOST, too. The stream then
+       sends only those that are appended after this report.
     9. After a rejection with `retry_after_ms`, the next mount begins at the earliest after this
        time.
 """
