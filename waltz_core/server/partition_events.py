@@ -1,7 +1,7 @@
 """The events, the effects and the limits of a served partition.
 
-The state machine of a partition, its host and the server process communicate only with these, and
-with the events of `replication/session_events.py`.
+The state machine of a partition, its host and the server process communicate only with these events
+and effects, and with the events of `replication/session_events.py`.
 
 Rules:
     1. Every request ends with exactly one final `SendToClient`, unless its connection closes first.

@@ -143,7 +143,8 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
                     if not part:
                         return
                     request += part
-            # NB: not under the timeout. A file that a thread opened after it would never be closed.
+            # NB: no timeout here. If a thread opened a file after the timeout, the file would never
+            # be closed.
             descriptor = await open_requested(request)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("segment.sharing_denied error=%s", error)

@@ -4,9 +4,9 @@ Daemons, clients and commands use this file. It uses only `ssl` of the standard 
 "TLS" of docs/operations.md describes the certificate files.
 
 Rules:
-    1. `tls = "off"` disables TLS, whatever else is set. Otherwise an explicit setting overrides
-       `?tls=` of the connect string, and `?tls=` overrides the defaults. So explicit authorities
-       verify peers even with `?tls=unverified`.
+    1. `tls = "off"` disables TLS, whatever else is set. With any other value, an explicit setting
+       overrides `?tls=` of the connect string, and `?tls=` overrides the defaults. So explicit
+       authorities verify peers even with `?tls=unverified`.
     2. ?tls=FILE names a file with the authorities. ?tls=FILE.toml names a file with settings of
        kind "tls"; file names in it are relative to this file. ?tls=on trusts the system's
        authorities, and ?tls=unverified trusts any peer.
@@ -24,8 +24,8 @@ Rules:
     8. A port that identifies its peers verifies the certificate of each peer that presents one. If
        no authorities are set explicitly, it requests no certificate, because the system's
        authorities sign certificates for any host.
-    9. When a daemon reads its files, it checks its own certificate as its peers would: the
-       advertised host, and the dates. It logs a mismatch as an error.
+    9. When a daemon reads its files, it checks its own certificate as its peers would. It checks
+       the advertised host and the dates. It logs a mismatch as an error.
     10. With `tls_transition` a port accepts plain TCP as well. A setting determines whether a
         daemon connects with TLS or plain TCP. A daemon never falls back from TLS to plain TCP after
         a failure.
@@ -90,8 +90,8 @@ _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 class _Handshake(ssl.SSLObject):
     """One end of a TLS connection; if the handshake fails, the error contains the alert.
 
-    The alert is kept in the error because the event loops (uvloop and asyncio's own) drop unsent
-    bytes when a handshake fails, so that the peer would not receive the alert.
+    When a handshake fails, the event loops (uvloop and asyncio's own) drop unsent bytes, so the
+    peer would not receive the alert. Therefore the error contains the alert.
     """
 
     outgoing: ssl.MemoryBIO
@@ -319,7 +319,7 @@ def log_plain_peer(peer: str) -> None:
 def error_kind(error: str) -> str:
     """Return the beginning of an error without its values, as the key for `is_new_failure`.
 
-    With other values in each error, a peer could make each of its errors a new one.
+    If the key contained the values, a peer could make each of its errors a new one.
     """
     return _VALUE_PATTERN.sub("", error)[:_KIND_CHARACTERS_MAX]
 

@@ -65,7 +65,7 @@ class TlsPort:
             self._close_sockets()
             raise
         self.port = self._sockets[0].getsockname()[1]
-        # Not in a task group, like the event loop's own ports: the task ends with `close`.
+        # Like the event loop's own ports, this task is in no task group: `close` ends it.
         self._accepting = self._loop.create_task(self._accept_all(), name="tls-port")
 
     async def close(self) -> None:

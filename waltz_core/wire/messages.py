@@ -162,8 +162,8 @@ TEXT_BYTES_MAX = 64 * 1024
 # The number of entries of one field that become Python objects: locks, texts, lineage, records,
 # pairs.
 ENTRIES_MAX = 64 * 1024
-# The number of headers in a filter. The server searches them in each range, or during a whole
-# mount.
+# The number of headers in a filter. The server searches these headers for each range, or during a
+# whole mount.
 FILTER_HEADERS_MAX = 1_000
 
 
@@ -1056,9 +1056,9 @@ class SetLowWaterMark(StorageMessage):
 class Truncate(StorageMessage):
     """Truncate the log after `last_to_keep`.
 
-    `base` is the last ID of a batch, at or below `last_to_keep`: the highest one that the owner
-    knows. `base_chain` is the hash chain at `base`. The storage rejects the request if its chain at
-    `base` differs, or if `last_to_keep` is below the confirmed low-water mark.
+    `base` is the highest last ID of a batch that the owner knows at or below `last_to_keep`.
+    `base_chain` is the hash chain at `base`. The storage rejects the request if its chain at `base`
+    differs, or if `last_to_keep` is below the confirmed low-water mark.
     """
 
     code = 68
@@ -1336,8 +1336,8 @@ class SetArchived(StorageMessage):
 class ResetLog(StorageMessage):
     """Delete all records. The empty log then starts after `last`, the end of the archived part.
 
-    Rejected unless the log ends before `last`. It must also be suspect, or have no confirmed
-    low-water mark above `last`.
+    The storage rejects the request unless two conditions hold. The log ends before `last`. The log
+    is suspect, or has no confirmed low-water mark above `last`.
     """
 
     code = 86

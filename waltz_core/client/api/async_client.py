@@ -158,9 +158,9 @@ class AsyncWaltzClient(OpenedByConnect):
 
         `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their client
         ID across restarts; a server assigns a new ID to every other client. If `partitions` is
-        given, the client appends only to these partitions, and its methods use these partitions
-        instead of all by default. A principal that has permissions for only some partitions needs
-        this argument.
+        given, the client appends only to these partitions. They are also the default of its
+        methods, instead of all partitions. A principal that has permissions for only some
+        partitions needs this argument.
 
         Raises:
             BadConfig: the connect string is wrong, or there is no cluster at its root.

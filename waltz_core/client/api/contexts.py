@@ -19,8 +19,8 @@ Rules:
        begins. If an attempt used the log's mark then, it would claim to have seen transactions that
        the callbacks have not applied.
     6. If a dependent attempt is rejected because of appends in flight, the context computes a new
-       attempt at once, as if these appends were committed. This applies to the new attempt only;
-       the callbacks do not apply these appends before they are committed.
+       attempt at once, as if these appends were committed. Only the new attempt assumes this; the
+       callbacks apply these appends only after their commit.
     7. If a context expires while its view is behind the log, the error contains the marks of the
        view and of the log.
 """

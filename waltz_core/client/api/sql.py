@@ -3,11 +3,10 @@
 Only this part of the client needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. Each transaction is applied once, even if several instances share a database. A batch of the
-       log's transactions is applied in one database transaction, which first moves the partition's
-       mark from the value that this instance knows to the batch's end. Only one instance can move
-       the mark. The others find that the mark has moved, and skip the transactions up to the new
-       mark.
+    1. Each transaction is applied once, even if several instances share a database. One database
+       transaction applies a batch of the log's transactions. It first moves the partition's mark
+       from the value that this instance knows to the batch's end. Only one instance can move the
+       mark. The others find that the mark has moved, and skip the transactions up to the new mark.
     2. A statement that would end the database transaction early is rejected. Otherwise changes and
        mark would be committed separately.
     3. A context that computes from the database reads the mark first (`reading`), so all rows that
@@ -149,8 +148,8 @@ class SqlCallbacks(BatchCallbacks):
         """Apply one transaction of the log to the database, with this connection.
 
         The method must not commit, roll back or close the connection; otherwise the client raises
-        `BadRequest` (rule 2). The client cannot detect this for calls on the driver's own
-        connection, which bypass SQLAlchemy. Savepoints (`connection.begin_nested()`) are allowed.
+        `BadRequest` (rule 2). The client cannot detect such calls on the driver's own connection,
+        because they bypass SQLAlchemy. Savepoints (`connection.begin_nested()`) are allowed.
 
         If the method raises an exception, changes and mark are rolled back, and
         `uncaught_exception` decides how to continue. The method may be called again for the same

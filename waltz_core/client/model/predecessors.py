@@ -44,8 +44,8 @@ from waltz_core.wire.messages import Predecessors
 if TYPE_CHECKING:
     from waltz_core.encryption.envelopes import Encryption
 
-# The maximum number of predecessors that are kept from attempt to attempt. With more, the author
-# waits until they are in the log.
+# The maximum number of predecessors that are kept from attempt to attempt. If there are more, the
+# author waits until the predecessors are in the log.
 PREDECESSORS_MAX = 1_024
 CRC_BYTES: Final = 4
 _LENGTH: Final = struct.Struct(">i")
@@ -56,8 +56,8 @@ T = TypeVar("T")
 class Predecessor(NamedTuple):
     """A transaction that wrote one of the author's locks and is missing in the author's state.
 
-    The transaction is already in the log, or in flight. A transaction that depends on it enters the
-    log only if this transaction does.
+    The predecessor is already in the log, or in flight. A transaction that depends on the
+    predecessor enters the log only if the predecessor does.
     """
 
     transaction_id: TransactionId

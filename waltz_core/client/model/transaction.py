@@ -176,7 +176,7 @@ class TransactionBuilder:
         self.encryption_key_id = encryption_key_id
 
     def set_write_locks(self, locks: Iterable[int]) -> None:
-        """Set the locks that the server checks against the mark and this transaction writes."""
+        """Set the locks that this transaction writes and the server checks against the mark."""
         self.write_locks = check_locks("write", locks)
 
     def set_read_locks(self, locks: Iterable[int]) -> None:
@@ -234,7 +234,7 @@ class TransactionContext(ABC):
         """
 
     def on_lock_failure(self) -> None:  # noqa: B027
-        """A lock rejected an attempt; a retry begins when the conflicting one is applied."""
+        """A lock rejected an attempt; a retry begins when the winning transaction is applied."""
 
 
 def check_context(context: object) -> TransactionContext:

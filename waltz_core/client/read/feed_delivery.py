@@ -40,8 +40,8 @@ DELIVERY_COUNT_MAX = 256
 BATCH_MAX = 4_096
 # If callbacks are slow, a run ends after this time, so that the mark does not lag by the whole run.
 DELIVERY_S_MAX = 0.05
-# In seconds: how long the mark of a batched consumer is held back at most while no transaction
-# passes the filter. So one write of the mark covers many transactions.
+# In seconds: the maximum time for which the mark of a batched consumer is held back while no
+# transaction passes the filter. So one write of the mark covers many transactions.
 MARK_HOLD_S = 0.2
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 

@@ -7,8 +7,8 @@ Rules:
     1. Without a filter, an answer has every ID from the first to the last requested ID; otherwise
        the reader raises an error.
     2. Every record's CRC and every length is checked before its bytes are returned. Headers alone
-       have no CRC. So a replica sends a CRC over the headers in its answer, which the reader
-       checks. A server checks headers itself.
+       have no CRC. So a replica's answer contains a CRC over its headers, and the reader checks
+       this CRC. A server checks headers itself.
     3. A request to a replica contains the session that the server named, and asks only for records
        that this session has committed. If a replica does not return these records, the reader tries
        the next replica, and finally the server. There are two exceptions:

@@ -6,10 +6,10 @@ latency of all other appends. The limit applies to the whole server, over all it
 
 Rules:
     1. If all clients send large batches, or all send small requests, the throttle delays nothing.
-    2. The server is *shared* for `SHARED_MS` after a small request of one client was taken shortly
-       after a large request of another client. While the server is shared, large requests are sent
-       in pieces, one piece at a time. After each piece there is a pause: the time that the piece
-       took, multiplied by a factor.
+    2. If a small request of one client is taken shortly after a large request of another client,
+       the server is *shared* for the next `SHARED_MS`. While the server is shared, large requests
+       are sent in pieces, one piece at a time. After each piece there is a pause: the time that the
+       piece took, multiplied by a factor.
     3. The factor is adjusted so that small requests stay nearly as fast as without large batches.
        The *baseline* is the 99th percentile of their latency while the server is not shared. If a
        small request coincides with a piece and takes more than a fifth longer than the baseline,

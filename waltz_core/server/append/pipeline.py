@@ -33,8 +33,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     10. A dependent append (`dependent_appends.py`) is validated as if its predecessors were in the
         log. If the predecessors were not in flight in this same session, the append is rejected.
         While a batch is in flight, admitted dependent appends are gathered, and submitted when this
-        batch is committed. But if other writers wait at that time, the gathered appends are not
-        submitted before `GATHER_MS` have passed since the submission of this batch.
+        batch is committed. But if other writers wait at that time, the gathered appends are
+        submitted at the earliest `GATHER_MS` after the submission of this batch.
 """
 
 from collections.abc import Iterable
@@ -171,10 +171,10 @@ class AppendPipeline:
         """A session has opened and earlier sessions are settled: accept appends from now on.
 
         `last`: appends of earlier sessions are in the log up to this ID. `follows_own_session`: no
-        other owner can have written since the previous session. Otherwise, all locks count as
-        written at the high-water mark until `lock_loader` has queried the storages. `stamp_ms` is
-        the log's last commit stamp, because the clock of this server may be behind that of the last
-        owner.
+        other owner can have written since the previous session. If another owner can have written,
+        all locks count as written at the high-water mark until `lock_loader` has queried the
+        storages. `stamp_ms` is the log's last commit stamp, because the clock of this server may be
+        behind that of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -256,7 +256,8 @@ class AppendPipeline:
         self._dependent_appends.on_session_closed()
         out: list[AppendOutcome] = []
         queued: list[PendingAppend] = []
-        # By identity, because a request may have rows in several batches and in its lane.
+        # The keys identify the requests, because a request may have rows in several batches and in
+        # its lane.
         appends_in_doubt: dict[int, PendingAppend] = {}
         for lost_batch in self._in_flight.pop_lost_batches()[0]:
             for pending in lost_batch.appends:

@@ -163,9 +163,9 @@ class DependentAppends:
         """A session accepts appends.
 
         Dependent appends are possible only if `session_id` is higher than the IDs of all earlier
-        sessions of this process. Otherwise predecessors from an earlier session with the same ID
-        would be mistaken for transactions in flight in this session. The IDs repeat only if
-        ZooKeeper's data was restored from a backup.
+        sessions of this process. Without this condition, predecessors from an earlier session with
+        the same ID would be mistaken for transactions in flight in this session. The IDs repeat
+        only if ZooKeeper's data was restored from a backup.
         """
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id

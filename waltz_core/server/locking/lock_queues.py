@@ -9,8 +9,8 @@ Rules:
        its rejection.
     2. Single appends with exactly the same locks form a queue. The first writer in the queue is
        notified when a transaction with these locks is committed. In a queue of dependent appends
-       (`dependent_appends.py`), it is notified when such a transaction is admitted. If there is no
-       such transaction for some time, it is notified, too (`NOTIFY_FACTOR`).
+       (`dependent_appends.py`), this writer is notified when such a transaction is admitted. If
+       there is no such transaction for some time (`NOTIFY_FACTOR`), this writer is notified, too.
     3. No writer waits for longer than `WAIT_MS_MAX`, or beyond the end of the session.
     4. The rejection names the last committed transaction with the queue's locks.
 """
@@ -62,8 +62,9 @@ def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
 class LockQueues:
     """Queues of rejected writers, by the module's rules.
 
-    With `expects_next_attempt`, a rejected writer also waits if its queue is empty, until the queue
-    is due. The reason is that the writer notified last is expected to send its next attempt first.
+    With `expects_next_attempt`, a rejected writer waits until its queue is due, even if the queue
+    is empty. The reason is that the writer notified last is expected to send its next attempt
+    first.
     """
 
     __slots__ = ("_expects_next_attempt", "_not_before_ms", "_queues", "waiting_count")
@@ -91,7 +92,7 @@ class LockQueues:
     def on_writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Return the writer to notify after the transaction of `pending` was admitted.
 
-        It is the first writer in the queue for the locks of this transaction.
+        The writer to notify is the first one in the queue for the locks of this transaction.
         """
         queue = self._queues.get(lock_key_of(pending))
         if queue is None:
@@ -113,7 +114,7 @@ class LockQueues:
         """Return the writers to notify after a batch was committed.
 
         `finished` are the appends of the batch. `rejected` are the appends whose rejections are
-        final now; they may wait in a queue.
+        final now; these appends may wait in a queue.
         """
         queues_by_key: dict[LockKey, _LockQueue] = {}
         for pending in rejected:

@@ -150,9 +150,9 @@ class PendingBatch:
 
     Rows below `validated_count` have an outcome (rule 4). `message` and `rows` keep the frame in
     memory, so `message` is dropped when the batch is decoded, and `rows` when all rows are
-    validated. `mount` is as for a single append. `session_id` is the session in which the first
-    piece was validated. `in_flight_count` is the number of store batches that the request waits
-    for.
+    validated. `mount` has the same meaning as in a single append. `session_id` is the session in
+    which the first piece was validated. `in_flight_count` is the number of store batches that the
+    request waits for.
     """
 
     connection: ConnectionId

@@ -433,7 +433,8 @@ class Partition:
             self._answer_request(request, is_proved=True)
 
     def _current_mark_answer(self, event: RequestReceived) -> SendToClient:
-        # Not the mark of the proof: the client may already know a higher one.
+        # Answer with the present mark. The client may already know a higher mark than that of the
+        # proof.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived_mark
         archived = None
@@ -541,7 +542,8 @@ class Partition:
         self._opened_ms, self._opened_mark = self._now_ms, mark
         self._is_checkpoint_due = self._has_store_requested_checkpoint = False
         self.session_changes += 1
-        # Not the present time, because a paused process may receive the result of the write late.
+        # Use the time at which the write was requested: a paused process may receive its result
+        # late.
         self._linearizable.note_confirmation(self._written_ms)
         if not follows_own_session:
             self.reads.clear_caches()
@@ -583,8 +585,9 @@ class Partition:
         """Periodically start a new session with nothing in flight, to raise the low-water marks.
 
         The end of a session also ends a running archive attempt, whose work is lost. Therefore
-        checkpoints are rarer while an attempt is running. Otherwise no attempt would succeed under
-        continuous load. A slow attempt delays the checkpoint, but does not prevent it.
+        checkpoints are rarer while an attempt is running. With the usual interval, no attempt would
+        succeed under continuous load. A slow attempt delays the checkpoint, but does not prevent
+        it.
         """
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark

@@ -4,12 +4,12 @@ ZooKeeper detects a dead process only when its session times out. But the operat
 the connections of a dead process immediately, and rejects new ones.
 
 Rules:
-    1. A server can be declared dead only if this server was connected to it before. A refused
+    1. Another server can be declared dead only if this server was connected to it before. A refused
        connection to an address that was never reachable proves nothing.
     2. A server is dead if its connection was lost and new connections were refused `REFUSALS_MIN`
        times in a row, because then no process listens at its address. Other failures prove nothing:
-       a connection attempt without any answer, as with a dead or partitioned host, and a refused
-       connection at a name with several addresses. ZooKeeper's session timeout detects these
+       a connection attempt that gets no answer (the host may be dead or partitioned), and a refused
+       connection if the name has several addresses. ZooKeeper's session timeout detects these
        servers.
     3. A false detection only moves partitions: the live server registers again, and storages fence
        replaced owners. No other code may rely on this detection.

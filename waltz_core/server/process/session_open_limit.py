@@ -1,8 +1,8 @@
 """Limits how many partitions of a server open a store session at the same time.
 
 A server may own a thousand partitions at once. If it opened all sessions together, the first
-partition would be available no earlier than the last. Also, many claims would be wasted, because
-some of the partitions soon move to the next server.
+partition would be available no earlier than the last. Also, many claims of sessions in ZooKeeper
+would be wasted, because some of the partitions soon move to the next server.
 
 Rules:
     1. At most `PERMITS_MAX` partitions have a permit; the others wait in order of arrival.

@@ -16,8 +16,9 @@ Rules (decision 048, AC 10):
        skipped, and the next wait is longer by the skipped time.
     4. After an append over a limit, the partition rejects the client's further appends until its
        next mount. So the throttle rejects these appends, too, and does not charge them.
-    5. A range is charged when it is sent. It has at most the bytes of a quarter of a second.
-       Otherwise concurrent ranges could use the rate of many seconds in advance.
+    5. A range is charged when it is sent. A range has at most the bytes that the limit permits in a
+       quarter of a second. Without this bound, concurrent ranges could use the rate of many seconds
+       in advance.
     6. A feed counts towards the limit of feeds from its request on. It no longer counts when its
        mount fails, or when a later mount without a feed succeeds. Errors of other requests do not
        change the count. The peer chooses the IDs of its requests, and may use an ID twice. So if a
@@ -27,7 +28,7 @@ Rules (decision 048, AC 10):
        is paid. The part is paid in shares, and these take turns with requests. So all feeds of a
        principal together delay a request by at most a quarter of a second, and a flood of requests
        does not stop the feeds. If the limit changes, the present share is paid within a second.
-    8. If a timer fails, the connection ends, because it would otherwise wait forever.
+    8. If a timer fails, the connection ends. Without this rule, it would wait forever.
 """
 
 import asyncio
