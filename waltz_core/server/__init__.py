@@ -51,6 +51,6 @@ Life of a feed
        a grant and is not congested (`Feed.deliver`).
     2. The headers come from the feed cache. The server fetches older headers from a replica, once
        for all clients at the same position.
-    3. If a client does not read, its connection becomes congested: the server buffers at most one
-       megabyte for it, and sends and reads nothing until the buffer has drained.
+    3. If a client does not read, its connection becomes congested. The server buffers at most one
+       megabyte for this connection, and sends and reads nothing on it until the buffer has drained.
 """

@@ -116,8 +116,9 @@ class Connection:
     def send(self, message: Message) -> list[Buffer]:
         """Encode a message as a frame; return the buffers to write in order.
 
-        Raises LocalProtocolError before the peer's hello has arrived, after a failure, for a frame
-        over the limit, and for a message that the agreed version cannot express.
+        Raises LocalProtocolError before the peer's hello has arrived, and after a failure. Also
+        raises it for a frame over the limit, and for a message that the agreed version cannot
+        express.
         """
         if self.version is None or self.failure is not None:
             state = "has failed" if self.failure else "has not negotiated a version yet"

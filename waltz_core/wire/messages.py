@@ -526,10 +526,10 @@ class AppendResult(ClientMessage):
 class AppendFollowing(AppendRequest):
     """Append one transaction that may depend on appends in flight.
 
-    `session_id` is -1 if the writer has used no `Predecessors`. Otherwise it is their store
-    session, and the request's mark may be above the log's high-water mark: the writer has then
-    received the appends in flight up to this mark. If a lock rejects the append, the answer is
-    `Predecessors` where possible, otherwise an `AppendResult`.
+    `session_id` is -1 if the writer has used no `Predecessors`. If the writer has used
+    `Predecessors`, `session_id` is their store session. The request's mark may then be above the
+    log's high-water mark: the writer has received the appends in flight up to this mark. If a lock
+    rejects the append, the answer is `Predecessors` where possible, otherwise an `AppendResult`.
     """
 
     code = 83
@@ -1114,9 +1114,9 @@ class RangeRaw(StorageMessage):
     """Read records first..last, at most about `bytes_max` bytes, but at least one batch or record.
 
     `reader`: the sender is a reader, not the owner. The storage answers a reader only while its
-    replica is engaged in the session of the prefix, and only up to the last ID that it has synced.
-    `whole_batches`, for repair and catch-up: `first` is the first ID of a batch, and the answer
-    ends at the end of a batch.
+    replica is engaged in the session of the prefix. The answer ends at the latest at the last ID
+    that the storage has synced. `whole_batches`, for repair and catch-up: `first` is the first ID
+    of a batch, and the answer ends at the end of a batch.
     """
 
     code = 72
@@ -1291,8 +1291,8 @@ class RangeArchived(StorageMessage):
 
     The new manifest contains all batches up to `last`, where the hash chain is `chain`. `stamp_ms`
     is the commit stamp of the last batch that was written. If `manifest` is empty, nothing has
-    changed: there were not enough records yet, the object had already been replaced or, with an
-    `error`, the attempt failed.
+    changed. Either the attempt failed (with an `error`), or there were not enough records yet, or
+    the object had already been replaced.
 
     The three `unarchived_` fields describe the range that was not archived before the attempt.
     `unarchived_last` is its last ID, or -1 if the log could not be read. `unarchived_bytes` is the

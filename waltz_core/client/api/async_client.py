@@ -226,8 +226,7 @@ class AsyncWaltzClient(OpenedByConnect):
             self.ids.set_identity(self.claim.identity)
             self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
-        # The only task outside the TaskGroup: it keeps the group of all other tasks open until
-        # `close`.
+        # This task is outside the TaskGroup: it keeps the group open until `close`.
         self._main_task = asyncio.get_running_loop().create_task(
             self._run_tasks(started), name="waltz-client"
         )
@@ -251,8 +250,8 @@ class AsyncWaltzClient(OpenedByConnect):
         self._check_process_and_loop()
         self._is_closed = True
         if self._close_task is None:
-            # A task outside the TaskGroup, because the client must close even if the caller is
-            # cancelled.
+            # This task is also outside the TaskGroup, because the client must close even if the
+            # caller is cancelled.
             loop = asyncio.get_running_loop()
             self._close_task = loop.create_task(
                 self._finish_and_close(self._main_task), name="waltz-client-end"
@@ -432,7 +431,7 @@ class AsyncWaltzClient(OpenedByConnect):
         """Return the newest rejected transactions of a partition, newest first.
 
         The owner keeps at most 100 rejections, in memory only. A new owner starts without
-        rejections. Raises BadRequest if the server is older than this request.
+        rejections. Raises BadRequest if the server is too old for this request.
         """
         return await self.requests.recent_rejections(self._check_partition(partition))
 
@@ -576,7 +575,7 @@ class AsyncWaltzClient(OpenedByConnect):
         return await self.run_context(LoopContext(context))
 
     async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
-        """Run a context with methods for the event loop or for threads; `submit` calls this."""
+        """Run a context whose methods run on the loop or on threads; `submit` calls this method."""
         self._check_usable()
         partition_id = self._choose_partition(context.partition_id(self.partition_count), ())
         partition = await self._partition(partition_id)
@@ -628,10 +627,10 @@ class AsyncWaltzClient(OpenedByConnect):
     async def set_partitions(self, partitions: Iterable[int]) -> None:
         """Start and stop feeds so that the callbacks receive exactly these partitions.
 
-        The method returns when the feeds of all other partitions have stopped, their running
-        callbacks have finished, and the marks of the new partitions are known. A partition that was
-        subscribed earlier keeps its callbacks; a new partition gets the callbacks of the last
-        `subscribe`. Do not call this method in a callback.
+        The method stops the feeds of all other partitions, and waits for their running callbacks.
+        It returns when the marks of the new partitions are known. A partition that was subscribed
+        earlier keeps its callbacks; a new partition gets the callbacks of the last `subscribe`. Do
+        not call this method in a callback.
 
         Raises UsageError before the first `subscribe`, and any exception that
         `client_high_water_mark` raises.
@@ -755,7 +754,8 @@ class AsyncWaltzClient(OpenedByConnect):
         return tuple(sorted(partition_ids))
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
-        """Return the partition of an append; raises BadRequest if it is not one of the client's."""
+        """Return the partition of an append; raises BadRequest if the client was opened without
+        it."""
         own_ids = self._own_partitions
         if partition is not None:
             partition_id = self._check_partition(partition)

@@ -59,8 +59,8 @@ class ScanColumns:
 
     Args:
         schema: the wanted columns; None for the columns of the log.
-        data_format: the format of payloads, for columns that the log does not have: a name, or a
-            serializer, `Avro` or `Protobuf`.
+        data_format: the format of payloads: a name, or a serializer `Avro` or `Protobuf`. It is
+            needed for columns that the log does not have.
         has_keys: whether the client decrypts payloads (rule 5).
 
     Raises:
@@ -159,7 +159,7 @@ class ScanColumns:
 
 
 def _format_name_and_decoder(data_format: DataFormat) -> tuple[str, Decode | None]:
-    """Return the name of a format and its decoder, which is None for a format without a schema."""
+    """Return a format's name and decoder; the decoder is None for a format without a schema."""
     if isinstance(data_format, SchemaFormat):
         return data_format.data_format, data_format.decode
     if data_format in DATA_FORMATS:

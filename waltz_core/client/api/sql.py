@@ -9,8 +9,8 @@ Rules:
        mark. The others find that the mark has moved, and skip the transactions up to the new mark.
     2. A statement that would end the database transaction early is rejected. Otherwise changes and
        mark would be committed separately.
-    3. A context that computes from the database reads the mark first (`reading`), so all rows that
-       it reads are at least as new as the mark.
+    3. A context that computes from the database reads the mark first (`reading`). So all rows that
+       the context reads are at least as new as the mark.
     4. If database transactions conflict, the batch is retried. If the database is unavailable, the
        view waits. Neither of these is treated as an error of a transaction of the log.
     5. A batch that fails is rolled back and applied in halves. So an error always belongs to one

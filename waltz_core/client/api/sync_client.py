@@ -559,8 +559,8 @@ class WaltzClient:
 class _Workers(ThreadPoolExecutor):
     """Threads for the application's code.
 
-    When the interpreter exits, worker threads accept no more calls, although an open client
-    continues until its own thread ends. These calls are cancelled, as in a closed client.
+    When the interpreter exits, an open client continues until its own thread ends, but worker
+    threads accept no more calls. Further calls are cancelled, as in a closed client.
     """
 
     is_ended = False

@@ -20,8 +20,8 @@ Rules:
     8. If the cluster's nodes disappear after `open`, an operator may be rebuilding them, so this is
        treated as an outage of ZooKeeper. The owners are used again only when the cluster key proves
        that the cluster is the same.
-    9. If a node cannot be decoded after `open`, this is also treated as an outage, so that streams
-       and feeds continue when the node is repaired.
+    9. If a node cannot be decoded after `open`, this is also treated as an outage. So streams and
+       feeds continue when the node is repaired.
 """
 
 import asyncio

@@ -1,12 +1,12 @@
 """The application programming model: contexts, builders, transactions and locks.
 
-These types depend on no connection, event loop or thread, so the asyncio client, the sync client,
-the SQL callbacks and the in-memory Waltz for tests share them.
+These types depend on no connection, event loop or thread. So the asyncio client, the sync client,
+the SQL callbacks and the in-memory Waltz for tests share these types.
 
 Rules:
     1. A lock is a name and a key; only its 32-bit hash is sent. Locks apply within one partition.
-    2. A context may be executed any number of times: each attempt gets a new builder with a later
-       high-water mark, and a rejected attempt is never sent again.
+    2. A context may be executed any number of times. Each attempt gets a new builder with a later
+       high-water mark; a rejected attempt is never sent again.
     3. Exactly one of `on_completion`, `on_expiration`, `on_exception` ends a context.
 """
 

@@ -7,9 +7,9 @@ Rules:
     1. The window (the limit of appends in flight) counts every row from `append` until its outcome
        is reported. When the limit is reached, callers wait in order. No row is dropped.
     2. Rows are sent in the order in which they were appended.
-    3. If a row of `append` is known not to be in the log, for a temporary reason, the client sends
-       the row again until its deadline, because the row is still valid. A row that a lock has
-       rejected and a pipelined dependent append are never sent again.
+    3. If a row of `append` is known not to be in the log, for a temporary reason, the row is still
+       valid. So the client sends the row again until its deadline. A row that a lock has rejected
+       and a pipelined dependent append are never sent again.
     4. Rule 2 also holds for rows that are sent again (held rows). The held rows wait until every
        submission that was in flight with them has its outcome. Rows and batches that were appended
        later wait for the held rows. If a submission waits in the stream and was not sent yet, the
@@ -45,9 +45,9 @@ from waltz_core.wire.messages import RowOutcomeCode
 
 # Up to this number, rows are sent as single appends; more rows are cheaper as one Arrow batch.
 SINGLES_MAX = 8
-# While at least this many submissions are in flight, rows are gathered until one of the submissions
-# has its outcome, or a new submission is full. So under load, many small writers share a frame.
-# Without load, no row waits.
+# While at least this many submissions are in flight, rows are gathered. They are sent when one of
+# the submissions has its outcome, or when a new submission is full. So under load, many small
+# writers share a frame. Without load, no row waits.
 UNANSWERED_SUBMISSIONS_MIN = 1
 # The maximum time for which rows are gathered, in seconds. For a contended lock, the server delays
 # the rejection of a row, and other rows must not wait for this answer.

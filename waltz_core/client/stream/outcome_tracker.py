@@ -1,8 +1,8 @@
 """The outcome tracker: the appends in flight on one partition, and their outcomes.
 
 If an application receives a wrong outcome, it loses a transaction or appends it twice. So this file
-combines all evidence: answers of the server, the feed, and headers that the client *reads back*
-from the log after a connection has broken.
+combines all evidence: answers of the server, the feed, and headers. After a connection has broken,
+the client *reads back* these headers from the log.
 
 Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in the order
@@ -314,8 +314,8 @@ class OutcomeTracker:
     def note_mount_mark(self, mark: TransactionId) -> None:
         """Note that a mount has succeeded at `mark`.
 
-        This proves that all rows which were sent earlier are final. Those that are in the log have
-        IDs up to `mark`.
+        The mount proves that all rows that were sent earlier are final. If such a row is in the
+        log, its ID is at most `mark`.
         """
         for pending in self._pending.values():
             if pending.mount_mark is None:

@@ -10,9 +10,9 @@ doubt.
                +-- WAITING (back-off) <+---------+
 
 Invariants:
-    1. Appends are sent only in the phase READY. In this phase, the client is mounted, the answer to
-       the mount has proven that all older appends are final, and rows in doubt were settled by
-       reading the log.
+    1. Appends are sent only in the phase READY. In this phase, the client is mounted. The answer to
+       the mount has proven that all older appends are final. Rows in doubt were settled by reading
+       the log.
     2. The generations of mounts never decrease. A server may have lost the partition without
        knowing it, so a mount in an older generation proves nothing about a later owner.
     3. A mount whose mark is below a known mark is not trusted.
@@ -697,7 +697,7 @@ class PartitionStream:
     def _on_id_denied(
         self, error: errors.ClientIdDenied, now_ms: int, effects: list[Effect]
     ) -> None:
-        """Mount again with another client ID; rows in doubt can be read back only with this ID."""
+        """Use another client ID. Rows in doubt could be read back only with the denied ID."""
         self._is_id_denied = self.needs_client_id = True
         self.failure = str(error)
         for pending in list(self._tracker):

@@ -53,7 +53,7 @@ class _LockQueue:
 
 
 def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
-    """Whether a lock has rejected this append and it has write locks; others do not wait."""
+    """Whether this append has write locks and a lock has rejected it; other appends do not wait."""
     if not isinstance(pending, PendingSingle) or pending.reason is not RowOutcomeCode.LOCK:
         return False
     return bool(pending.message.write_locks)

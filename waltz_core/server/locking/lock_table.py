@@ -1,8 +1,8 @@
 """The lock table of one partition: estimates which transaction wrote a lock last.
 
-Only this module decides optimistic locking. From the locks of a batch of rows, their clients' marks
-and the log's high-water mark, it decides which rows get an ID and which are rejected. The module is
-independent of clients, sessions and answers.
+Only this module decides optimistic locking. Its input is the locks of a batch of rows, their
+clients' marks and the log's high-water mark. It decides which rows get an ID and which are
+rejected. The module is independent of clients, sessions and answers.
 
 The table is similar to a count-min sketch. A lock has three slots. A slot contains the highest ID
 of all locks that share the slot. The minimum of the three slots is an estimate of the lock's last
@@ -21,7 +21,7 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-form
        transaction is final. If the transaction is committed, the rejection is reported. If the
        transaction is lost, the row is lost, too. The row is not validated again, so it cannot enter
        the log after its client was notified of the loss.
-    5. Rows are validated in order, as if one by one: the entries of accepted rows apply to all
+    5. Rows are validated in order, as if one by one. The entries of an accepted row apply to all
        later rows of the same batch.
     6. last writer(lock) <= estimate(lock) <= highest assigned ID. If no transaction is in flight,
        no estimate is above the high-water mark. So when entries are lost with a session, their
@@ -446,7 +446,7 @@ def _decide_in_order(
     """Decide the undecided rows one after the other, in place.
 
     The caller has marked these rows as not accepted. The loop calls no functions, because it must
-    be fast: it runs for each row of a batch in which all rows write the same lock.
+    be fast. If all rows of a batch write the same lock, the loop runs for each row.
     """
     rows, indexes, values, entering, targets = undecided_slots
     is_accepted, conflict_ids, row_marks = accepted.tolist(), conflicts.tolist(), marks.tolist()

@@ -23,8 +23,8 @@ Rules:
        everything else for too long.
     6. A checkpoint must not fetch the same blocks (up to 8 MiB) again. A replica without a block
        that ends at the floor will never have one, because later blocks are newer. So this replica
-       is queried again only if another replica has lowered the floor, or if this replica sent
-       nothing at all, for example after a disk error.
+       is queried again in two cases only: another replica has lowered the floor, or this replica
+       sent nothing at all, for example after a disk error.
 """
 
 from collections.abc import Sequence
@@ -181,7 +181,7 @@ class LockTableLoader:
     def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
         """Query the next replica.
 
-        After the last replica, wait for `RETRY_MS`, and query the replicas that failed again.
+        After the last replica, wait for `RETRY_MS`, then query the failed replicas again.
         """
         if not self._replicas_left:
             if self._failed and self.is_holding_appends(now_ms):

@@ -7,7 +7,7 @@ Rules:
     1. A row's outcome is final when its ID is no longer in flight. The outcome of a row rejected by
        a lock is final when the conflicting ID is no longer in flight. A request is answered when
        all of its rows are validated and final.
-    2. `settle` marks two kinds of rows as LOST: rows with an ID above the settled mark, and rows
+    2. `settle` marks rows with an ID above the settled mark as LOST. It also marks rows as LOST
        that were rejected because of a transaction above this mark. Lost rows are not validated
        again, so they cannot enter the log after their client was notified of the loss
        (docs/design/correctness.md 2.3).
@@ -119,7 +119,7 @@ class PendingSingle:
         self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
     def reject_for(self, conflict: int) -> None:
-        """Reject the transaction finally, for a lock whose last writer is not above `conflict`."""
+        """Reject the transaction, finally, for a lock with a last writer of at most `conflict`."""
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
     def settle(
@@ -173,7 +173,7 @@ class PendingBatch:
 
     @property
     def is_large(self) -> bool:
-        """Whether small requests may overtake this request, and it may be split into pieces."""
+        """Whether this request may be split into pieces, and small requests may overtake it."""
         return self.cost_bytes >= LARGE_BYTES
 
     @property

@@ -572,7 +572,7 @@ class Partition:
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
         append_outcomes = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
-        # All parts receive the new mark before a mount that waited for it continues.
+        # Reads and feeds receive the new mark before a mount that waited for the mark continues.
         self.reads.on_mark_advanced(event.last)
         self.feed.on_mark_advanced(self._session_id, event.last)
         self._route_appends(append_outcomes)

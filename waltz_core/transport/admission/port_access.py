@@ -5,12 +5,13 @@ Rules:
        certificate does. Without either, the principal is `anonymous`.
     2. If the node of the permissions in ZooKeeper is missing or has an older revision, the known
        permissions stay in use.
-    3. If a revision takes a permission or the token from a principal, or gives the token to another
-       principal, it ends the principal's connections and drops their unsent bytes. Connections also
-       end when their token or certificate expires.
+    3. A revision may take a permission or the token from a principal, or give the token to another
+       principal. Then the principal's connections end, and their unsent bytes are dropped.
+       Connections also end when their token or certificate expires.
     4. Before the port has read the permissions, it rejects every request with a retriable error.
        The first revision that the port reads ends all connections whose principal has no
-       permission, because the port did not limit their number before (`port_limits.py`, rule 2).
+       permission. Before this revision, the port did not limit their number (`port_limits.py`, rule
+       2).
     5. A peer whose version does not have the error `PermissionDenied` receives `BadRequest`. If a
        peer sends an answer instead of a request, its connection ends.
     6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied

@@ -3,8 +3,8 @@
 A throttle is placed between a link and its user (the daemon's code that processes requests). Only
 connections of principals with limits have a throttle.
 
-The quota is a token bucket: a request is *charged* for its cost, and waits until the cost is
-*paid*, that is, until the bucket has refilled at the rate of the limit.
+The quota is a token bucket. A request is *charged* for its cost, and waits until the cost is
+*paid*: the bucket has refilled at the rate of the limit.
 
 Rules (decision 048, AC 10):
     1. All requests are passed on in the order of arrival, including requests over a limit. For a
@@ -26,8 +26,8 @@ Rules (decision 048, AC 10):
     7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction,
        including transactions that a filter leaves out. The connection's feeds pause until the part
        is paid. The part is paid in shares, and these take turns with requests. So all feeds of a
-       principal together delay a request by at most a quarter of a second, and a flood of requests
-       does not stop the feeds. If the limit changes, the present share is paid within a second.
+       principal together delay a request by at most a quarter of a second. A flood of requests does
+       not stop the feeds. If the limit changes, the present share is paid within a second.
     8. If a timer fails, the connection ends. Without this rule, it would wait forever.
 """
 
