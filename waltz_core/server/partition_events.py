@@ -242,8 +242,8 @@ Event: TypeAlias = (
 class SendToClient:
     """Send a message to a client; see rule 1.
 
-    `request` is the answered request. It is set for errors, for the adapter of 0.13 clients, and
-    for administrative requests, for the audit log.
+    `request` is the answered request. It is set in two cases: for errors, because the adapter of
+    0.13 clients needs it, and for administrative requests, because the audit log needs it.
     """
 
     connection: ConnectionId

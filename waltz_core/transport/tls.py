@@ -1,7 +1,7 @@
 """TLS trust settings and handshake errors: from settings to the contexts that `net.py` uses.
 
-Daemons, clients and commands use this file. It uses only `ssl` of the standard library. Section
-"TLS" of docs/operations.md describes the certificate files.
+Daemons, clients and commands use this file. This file uses only `ssl` of the standard library.
+Section "TLS" of docs/operations.md describes the certificate files.
 
 Rules:
     1. `tls = "off"` disables TLS, whatever else is set. With any other value, an explicit setting
@@ -16,8 +16,8 @@ Rules:
        logged.
     5. A daemon reads its files again on SIGHUP (`reload_files`). This adds new authorities; only a
        restart removes authorities.
-    6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`. Otherwise a peer that
-       connects again and again could fill the disk.
+    6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`. Without this rule, a
+       peer that connects again and again could fill the disk.
     7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
        read once when the context is created, so that a missing file or variable is reported
        immediately.
@@ -327,7 +327,8 @@ def error_kind(error: str) -> str:
 def is_new_failure(peer: str, failure: str) -> bool:
     """Whether the caller must log a failure now (rule 6); the failure then counts as logged.
 
-    All addresses of an IPv6 network count as one peer; otherwise this peer could fill the log.
+    All addresses of an IPv6 network count as one peer. If they counted separately, one peer could
+    fill the log.
     """
     peer, now_s = network_of(peer), time.monotonic()
     if now_s < _LAST_LOGGED.get((peer, failure), -LOG_INTERVAL_S) + LOG_INTERVAL_S:

@@ -1,7 +1,7 @@
 """A listening port with TLS: it accepts connections, performs handshakes, and logs failures.
 
 The event loop's own listening port closes a connection silently if the handshake fails. So if a
-peer does not use TLS, its operator would find no reason in any log.
+peer did not use TLS, the peer's operator would find no reason in any log.
 
 Rules:
     1. A peer that does not begin with a handshake receives an alert, which Waltz's dialers

@@ -18,8 +18,9 @@ Rules:
     6. Each frame's payload has its own memory. A view of the payload stays valid as long as the
        view exists.
     7. An idle connection has no read buffer, because nearly all of a thousand connections are idle.
-       It is idle if it has received no part of the next frame, or only a part of its header. Before
-       the hello, each connection has its own read buffer of `HELLO_BYTES_MAX`.
+       A connection is idle if it has received no part of the next frame, or only a part of the
+       frame's header. Before the hello, each connection has its own read buffer of
+       `HELLO_BYTES_MAX`.
 """
 
 from dataclasses import dataclass

@@ -339,8 +339,8 @@ class FlushResponse(ClientMessage):
 class LockFailure(ClientMessage):
     """A lock conflict rejected the append.
 
-    The ID is above the client's mark. It is the ID of the conflicting transaction or a higher ID,
-    because the lock table has only an estimate.
+    The ID is above the client's mark. The ID is that of the conflicting transaction or a higher
+    one, because the lock table has only an estimate.
     """
 
     code = 10
@@ -1003,9 +1003,9 @@ class Prepared(StorageMessage):
 
     `damaged` contains pairs (first ID, last ID) of unreadable records. `engaged_session` is the
     last session that opened with this replica engaged. ZooKeeper records each session before it
-    opens. The field is -1 if there is no such session, or if the storage does not report it (S 1).
-    `start` is the last ID of the batch before the log's first record, and `start_chain` is the hash
-    chain at this ID. `start` is -2 if the storage does not support archiving (S 2).
+    opens. `engaged_session` is -1 if there is no such session or the storage does not report it (S
+    1). `start` is the last ID of the batch before the log's first record, and `start_chain` is the
+    hash chain at this ID. `start` is -2 if the storage does not support archiving (S 2).
     """
 
     code = 65
@@ -1083,8 +1083,8 @@ class Engage(StorageMessage):
 class AppendRaw(StorageMessage):
     """Append records with the same bytes as on disk: one or more whole batches (`lineage`).
 
-    `locks` is the batch's lock block (`lock_blocks.py`), which the storage keeps for the next
-    owner. It is empty if the sender does not know the locks.
+    `locks` is the batch's lock block (`lock_blocks.py`). The storage keeps the lock block for the
+    next owner. `locks` is empty if the sender does not know the locks.
     """
 
     code = 70
@@ -1136,8 +1136,8 @@ class RangeRaw(StorageMessage):
 class RangeBytes(StorageMessage):
     """Records first..first+count-1. `chain_before` is meaningful only for whole batches.
 
-    `ticket`: with record locations, the code that the storage requires before it passes an open
-    file to this reader (`record_locations.py`). It is empty without access control.
+    `ticket`: in an answer with record locations, a code. The storage passes an open file to this
+    reader only with this code (`record_locations.py`). `ticket` is empty without access control.
     """
 
     code = 73
@@ -1447,8 +1447,8 @@ class ReplaceObject(StorageMessage):
 class ArchiveProgress(StorageMessage):
     """A notification to the owner (sequence number 0): the archive attempt is still running.
 
-    While a storage works on the archive, it sends this message for each of its archive requests,
-    waiting or running.
+    While a storage works on the archive, it sends this message for each archive request that waits
+    or runs at this storage.
     """
 
     code = 89

@@ -189,9 +189,9 @@ class AsyncWaltzClient(OpenedByConnect):
         client ID, the mount with the higher connection sequence wins. `partitions` has the same
         meaning as in `connect`.
 
-        A `claim` represents one task of an exactly-once write (docs/spark.md, "Exactly once"). It
-        supplies the client ID and the connection sequence. The client opens and closes the claim
-        together with itself, and checks the claim before each mount.
+        A `claim` represents one task of an exactly-once write (docs/spark.md, "Exactly once"). The
+        claim supplies the client ID and the connection sequence. When the client opens or closes,
+        it also opens or closes the claim. It checks the claim before each mount.
         """
         settings = settings_of(config)
         directory = FixedDirectory.from_config(layout, settings)
@@ -570,7 +570,7 @@ class AsyncWaltzClient(OpenedByConnect):
         """Run a context; return a future of its transaction ID (None if `execute` returned False).
 
         `submit` makes the first attempt before it returns. If `execute` raises an exception, the
-        client passes it to `on_exception`, and the future raises it.
+        client passes the exception to `on_exception`, and the future raises the exception.
         """
         return await self.run_context(LoopContext(context))
 
@@ -605,8 +605,8 @@ class AsyncWaltzClient(OpenedByConnect):
         servers skip the other transactions, and this client's high-water mark advances past them.
 
         `subscribe` returns when the callbacks have returned the application's mark of each
-        partition. It raises BadRequest for a partition that already has a feed, and any exception
-        that `client_high_water_mark` raises.
+        partition. `subscribe` raises BadRequest for a partition that already has a feed. It also
+        raises any exception that `client_high_water_mark` raises.
         """
         check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data_cache)

@@ -10,10 +10,11 @@ Rules:
     2. A retry begins when the client has applied the conflicting transaction. If the client has no
        feed of the partition, the retry begins when the transaction is known to be in the log.
     3. Each attempt is final before the next attempt begins, so no context is in the log twice.
-    4. A context has a deadline and a limit of retries, and expires when it reaches one of them. The
-       deadline also ends an `execute` that waits on the event loop. An `execute` on a thread
-       continues after the deadline, but its result is ignored. If an attempt was already appended,
-       the context waits for its outcome beyond the deadline.
+    4. A context has a deadline and a limit of retries. It expires when the deadline has passed, or
+       when it needs a retry and no retries are left. The deadline also ends an `execute` that waits
+       on the event loop. An `execute` on a thread continues after the deadline, but its result is
+       ignored. If an attempt was already appended, the context waits for its outcome beyond the
+       deadline.
     5. With a feed, `execute` reads the state that the callbacks have computed. While the
        application has paused the partition, the callbacks apply no transactions, so no attempt
        begins. If an attempt used the log's mark then, it would claim to have seen transactions that

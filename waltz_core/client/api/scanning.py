@@ -1,9 +1,9 @@
 """Reads parts of the log as one Arrow stream, for pandas, Polars and DuckDB: `WaltzClient.scan`.
 
 Rules:
-    1. The high-water marks are determined when `scan` is called, so the stream is a snapshot. It
-       has exactly the transactions from `start` to `stop` of each partition, one partition after
-       another.
+    1. The high-water marks are determined when `scan` is called, so the stream is a snapshot. The
+       stream has exactly the transactions from `start` to `stop` of each partition, one partition
+       after another.
     2. The stream reads no data before its consumer requests a batch. It keeps in memory the chunks
        of `read_range`, and one batch of at most 8,192 rows or about 8 MiB.
     3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.

@@ -13,9 +13,9 @@ Rules:
        the context reads are at least as new as the mark.
     4. If database transactions conflict, the batch is retried. If the database is unavailable, the
        view waits. Neither of these is treated as an error of a transaction of the log.
-    5. A batch that fails is rolled back and applied in halves. So an error always belongs to one
-       transaction, and the previous transactions stay applied. Batches are also halved after an
-       outage, because a database may reject a batch for its size or its duration.
+    5. A batch that fails is rolled back and applied in halves. So each error belongs to one
+       transaction, and the transactions before this one stay applied. Batches are also halved after
+       an outage, because a database may reject a batch for its size or its duration.
     6. A batch holds locks in the database, so it should take about `BATCH_TARGET_S` seconds. The
        batch size doubles or halves, depending on the duration of the last batch. This duration does
        not include the commit, which costs less per row in larger batches. At the end of the log, a

@@ -4,7 +4,7 @@ A connection carries the messages of many partitions. This module routes each me
 receiver, by request ID and partition.
 
 Rules:
-    1. A request that is not an append has a negative sequence number, so that its answer is never
+    1. A request that is not an append has a negative sequence number. So its answer is never
        mistaken for the answer to an append. Streams use numbers down to `CONTROL_SEQUENCE_MIN`;
        this file uses lower numbers.
     2. Each wait for an answer has a timeout, and fails when the connection breaks.
@@ -18,9 +18,9 @@ Rules:
     5. For a 0.13 server, this module translates the messages of streams between stream and socket
        (`legacy/legacy_server_link.py`). Other requests are not translated: their senders check the
        server's version.
-    6. If a server does not answer and sends nothing, it is `silent`. It may be frozen, and its
-       partitions may have moved long before the waiting caller times out. Each silence is logged
-       once (`silent_servers.py`).
+    6. If a server does not answer and sends nothing, it is `silent`. A silent server may be frozen,
+       and its partitions may have moved long before the waiting caller times out. Each silence is
+       logged once (`silent_servers.py`).
 """
 
 import asyncio

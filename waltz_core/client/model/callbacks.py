@@ -79,9 +79,10 @@ class Callbacks(ABC):
         """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
 
         While the data of the log is unavailable, the client calls this method repeatedly for the
-        same transaction. The client also calls it when the feed itself cannot continue, for example
-        because the log is shorter than the application's mark. `transaction_id` is then the ID
-        after the last applied one, and the client ignores the return value.
+        same transaction. The client also calls this method when the feed itself cannot continue,
+        for example because the log is shorter than the application's mark. In that case,
+        `transaction_id` is the ID after the last applied one, and the client ignores the return
+        value.
         """
         return policy_of(error)
 
@@ -134,9 +135,10 @@ class AsyncCallbacks(ABC):
         """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
 
         While the data of the log is unavailable, the client calls this method repeatedly for the
-        same transaction. The client also calls it when the feed itself cannot continue, for example
-        because the log is shorter than the application's mark. `transaction_id` is then the ID
-        after the last applied one, and the client ignores the return value.
+        same transaction. The client also calls this method when the feed itself cannot continue,
+        for example because the log is shorter than the application's mark. In that case,
+        `transaction_id` is the ID after the last applied one, and the client ignores the return
+        value.
         """
         return policy_of(error)
 

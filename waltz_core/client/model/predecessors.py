@@ -10,8 +10,8 @@ predecessors.
 Rules (decision 017):
     1. The author's own state contains everything up to `base`. `predecessors` are all transactions
        above `base`, up to `mark`, that have written one of the author's locks.
-    2. If a row depends on predecessors from another mount, it is not sent: its author computes it
-       again (`outbox.py`).
+    2. If a row depends on predecessors from another mount, the row is not sent: its author computes
+       the row again (`outbox.py`).
     3. If a row that depends on predecessors is lost, it is not sent again, for the same reason
        (`appends.py`).
     4. The predecessors cover only the locks of the author's last rejected attempt. If the next

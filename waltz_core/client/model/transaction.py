@@ -119,9 +119,9 @@ class TransactionBuilder:
 
     def __init__(self, partition_id: PartitionId, client_high_water_mark: TransactionId) -> None:
         self.partition_id = partition_id
-        # The client reads this mark before `execute`, so the state that the application reads is at
-        # least as new. An application that reads its own mark and its data in one database
-        # transaction sets its own mark here.
+        # The client reads this mark before `execute`, so the application's state is at least as
+        # new. An application that reads its own mark and its data in one database transaction sets
+        # its own mark here.
         self.client_high_water_mark = client_high_water_mark
         # Only for a `pipelined` context: the transactions in flight, and the mark of its state.
         self.pipelined_state: PipelinedState | None = None
@@ -213,7 +213,8 @@ class TransactionContext(ABC):
         """Fill in the builder. Return False if there is nothing to do; this ends the context.
 
         The client runs `execute` again, with a new builder, whenever an attempt was rejected. In
-        `AsyncWaltzClient` it may be `async`; in `WaltzClient` it runs on a worker thread.
+        `AsyncWaltzClient`, `execute` may be `async`. In `WaltzClient`, `execute` runs on a worker
+        thread.
         """
 
     # The hooks do nothing unless overridden; a context needs none of them.

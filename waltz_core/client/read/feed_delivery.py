@@ -8,8 +8,8 @@ Rules:
        transaction is passed on.
     4. After the feed has ended, no transaction is passed on; a running callback finishes.
     5. A consumer of batches gets all transactions that have arrived while it applied the previous
-       batch. It also gets the mark, because a filtered feed advances past the last transaction that
-       passes the filter.
+       batch. The consumer also gets the mark, because a filtered feed advances past the last
+       transaction that passes the filter.
 """
 
 import asyncio

@@ -16,8 +16,8 @@ Rules:
     4. Files are read and never mapped into memory. In a mapping, a disk error or a truncated file
        would end the process.
     5. One thread reads at a time, so files and buffers need no lock. If a read times out, the
-       client abandons it while its thread still runs. The client then reads no file directly until
-       this thread ends.
+       client abandons the read, but the read's thread still runs. The client then reads no file
+       directly until this thread ends.
     6. Bytes in the page cache are read on the event loop, which costs less than a thread. A thread
        reads only bytes that must come from the disk.
 """

@@ -23,9 +23,9 @@ Rules:
        not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
        files (`local_reader.py`). If this fails, the replica sends the records.
-    8. A storage needs no disk to send its hello. If it sends no hello within `HANDSHAKE_TIMEOUT_S`,
-       it may be frozen, and the reader tries the next replica. For the hello of the last replica,
-       and for answers with records, the reader waits for the whole timeout.
+    8. A storage needs no disk to send its hello. A storage that sends no hello within
+       `HANDSHAKE_TIMEOUT_S` may be frozen, so the reader tries the next replica. For the hello of
+       the last replica, and for answers with records, the reader waits for the whole timeout.
     9. Reads from different IDs begin at different replicas, to distribute the load. A repeated read
        from the same ID begins at the same replica, because this replica has the data in its page
        cache.
@@ -282,7 +282,7 @@ def chunk_of_server(
 
 
 def chunk_of_records(query: RangeQuery, legacy_records: LegacyRecords) -> RangeChunk:
-    """Return the records of a 0.13 server as a chunk; they were verified when they arrived."""
+    """Return records from a 0.13 server as a chunk; the records were verified when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(
         query.form,

@@ -189,8 +189,8 @@ class AppendWindow:
         try:
             await future
         except asyncio.CancelledError:
-            # NB: this caller is cancelled. Callers after it may need less space than this one, and
-            # it may take long until space is released again.
+            # NB: this caller is cancelled. Later callers may need less space than this one, and it
+            # may take long until space is released again.
             if self._waiting.pop(future, None) is not None:
                 self.release(0, 0)
             elif not future.cancelled():

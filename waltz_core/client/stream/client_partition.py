@@ -6,7 +6,7 @@ effects of the stream. Each partition has its own driver.
 Rules:
     1. Effects are performed in order and never wait. An effect that takes time becomes a task,
        which posts its outcome as an event.
-    2. When a stream ends, every caller that waits for it gets its error.
+    2. When a stream ends, every caller that waits for the stream gets the stream's error.
     3. The mark that the application has applied is kept as long as the client exists, even while
        the partition is paused or unsubscribed. During this time the application's state does not
        change. If its transactions contained the log's mark instead, they would claim to have seen

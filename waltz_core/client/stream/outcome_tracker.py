@@ -46,8 +46,8 @@ from waltz_core.wire.messages import (
     RowOutcomeCode,
 )
 
-# The arrays for a row that a lock has rejected. They are created once, because no code writes to
-# outcomes.
+# The arrays for a row that a lock has rejected. The arrays are created once, because no code writes
+# to outcomes.
 _NO_ID_ARRAY: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
 _LOCK_ARRAY: Final = np.full(1, RowOutcomeCode.LOCK, dtype=np.uint8)
 _NO_ID_ARRAY.flags.writeable = _LOCK_ARRAY.flags.writeable = False

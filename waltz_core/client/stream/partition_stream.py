@@ -23,9 +23,9 @@ Invariants:
     5. The sequence number of an appended row is never used again, whatever the row's outcome is.
     6. No transaction of the feed is missing: each accepted part starts right after the previous
        one.
-    7. If a feed is far behind, the client does not request it from the server, because the server
-       would send all of it at once. Instead, the stream emits `FeedLagging`. Then the driver reads
-       the transactions, as fast as the application applies them.
+    7. If a feed is far behind, the client does not request the feed from the server, because the
+       server would send the whole feed at once. Instead, the stream emits `FeedLagging`. Then the
+       driver reads the transactions, as fast as the application applies them.
     8. Submissions with `keeps_order` do not overtake each other. When one such submission is
        reported lost, all such submissions that still wait are reported LOST, too. The stream then
        sends only those that are appended after this report.
@@ -652,7 +652,7 @@ class PartitionStream:
     def _report_rejection(
         self, submission: Submission, rejection: errors.WaltzError, effects: list[Effect]
     ) -> None:
-        """Report why a submission is not sent; if it is too large, `Appends` splits it."""
+        """Report why a submission is not sent. `Appends` splits a submission that is too large."""
         effects.append(SubmissionRejected(submission.token, rejection))
         if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
             lost_outcome = BatchOutcome.all_rejected(

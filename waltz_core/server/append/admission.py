@@ -1,7 +1,7 @@
 """Checks an append when it leaves its lane: mount, generation, size, checksum, format.
 
-These checks come before the validation of locks. They implement rules 1 and 4 of `pipeline.py`:
-when a client mounts again, the appends of its older mount are rejected.
+These checks come before the validation of locks. The checks implement rules 1 and 4 of
+`pipeline.py`: when a client mounts again, the appends of its older mount are rejected.
 """
 
 from waltz_core.errors import WaltzError
@@ -36,7 +36,7 @@ class Admission:
         return None
 
     def try_admit(self, pending: PendingSingle, out: list[AppendOutcome]) -> bool:
-        """Check a single append; if it may not be validated, answer it and return False."""
+        """Check a single append. If the append may not be validated, answer it and return False."""
         message = pending.message
         reason = self.invalid_mount_code(pending)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:

@@ -10,8 +10,8 @@ Rules:
        advances by the number of bytes taken from the lane. The lane with the lowest clock is next.
        When an empty lane gets a request, its clock starts at the clock of the lane served last. So
        an idle lane does not accumulate turns.
-    3. A large request may be taken in parts. It stays at the head of its lane until its last part
-       is taken. The clock advances for each part separately.
+    3. A large request may be taken in parts. The request stays at the head of its lane until its
+       last part is taken. The clock advances for each part separately.
     4. While large requests have to wait, lanes with a small request at their head are served first.
 """
 
@@ -88,7 +88,7 @@ class Lanes(Generic[WaitingT]):
         return len(self._lanes)
 
     def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
-        """Whether the lanes are full, and this connection has used its share of their bytes."""
+        """Whether the lanes are full and this connection has used its share of all bytes."""
         if self.queued_bytes + cost_bytes <= limit:
             return False
         return self.queued_bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)

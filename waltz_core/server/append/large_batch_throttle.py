@@ -38,7 +38,7 @@ PAUSE_FACTOR_INCREASE: Final = 1.5
 PAUSE_FACTOR_DECREASE: Final = PAUSE_FACTOR_INCREASE ** (-1 / 199)
 # The accepted latency of a small request that coincides with a piece, as a multiple of the
 # baseline. The client's latency grows more, because the client also waits for the answer. With this
-# factor it stays below twice its normal value.
+# factor, the client's latency stays below twice its normal value.
 SLOWDOWN_FACTOR: Final = 1.2
 # How long a baseline stays valid. After this time, requests that coincide with no piece update it,
 # even while the server is shared.

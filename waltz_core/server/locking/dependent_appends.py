@@ -3,10 +3,10 @@
 Without dependent appends, every attempt on a contended lock waits for the disks. With dependent
 appends, a rejected writer receives its predecessors (the admitted transactions that the writer has
 not seen) before these are durable. The writer computes its transaction again. The new transaction
-is admitted after its predecessors, and is lost if one of them is lost.
+is admitted after its predecessors. If a predecessor is lost, the new transaction is lost, too.
 
 Rules (decision 017):
-    1. Only rejections wait here. They are final: a rejected append is never admitted.
+    1. Only rejections wait here. The rejections are final: a rejected append is never admitted.
     2. The answer contains the predecessors. These are all admitted transactions above the writer's
        mark that have written one of the locks of the writer's append. If the predecessors are not
        known, or are over the limit, the answer contains none of them.

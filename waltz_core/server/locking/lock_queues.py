@@ -1,8 +1,8 @@
 """Queues of writers that a contended lock has rejected; notifies the writers one after the other.
 
 Under optimistic locking, each rejected writer tries again. If all writers of one lock are notified
-at once, all of them send again at once. One of them succeeds, and the work of the others is wasted.
-If the writers are notified one after the other, each of them competes with few others.
+at once, all of them send again at once. One writer succeeds, and the work of the other writers is
+wasted. If the writers are notified one after the other, each writer competes with few others.
 
 Rules:
     1. Only final rejections wait here. The queue changes only the time at which a writer receives

@@ -24,9 +24,9 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-form
     5. Rows are validated in order, as if one by one. The entries of an accepted row apply to all
        later rows of the same batch.
     6. last writer(lock) <= estimate(lock) <= highest assigned ID. If no transaction is in flight,
-       no estimate is above the high-water mark. So when entries are lost with a session, their
-       slots get their previous values again. Without this, a row that is sent again would be
-       rejected because of its own first attempt.
+       no estimate is above the high-water mark. So when entries are lost with a session, the slots
+       get their previous values again. Without this, a row that is sent again would be rejected
+       because of its own first attempt.
     7. A new owner does not know the last writers, so after `reset` no slot is below the high-water
        mark. The floor is an ID above which every writer is known (`lock_table_loader.py`). When the
        floor moves down, `enter_older_locks` lowers the slots at the old floor to the new one. A

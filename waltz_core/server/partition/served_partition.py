@@ -8,7 +8,8 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     1. A request is answered only after `SessionOpened` and `SessionSettled` of a session; until
        then it waits.
     2. If no other owner can have written between two sessions (`follows_own_session`, same
-       generation), caches and locks are kept up to the high-water mark. Otherwise both are reset.
+       generation), caches and locks are kept up to the high-water mark. If another owner can have
+       written, both are reset.
     3. A mount is answered when three conditions hold:
         - (a) There is a settled session.
         - (b) All appends of the client's older connections are final.

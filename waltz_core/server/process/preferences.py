@@ -1,7 +1,7 @@
 """The partitions that a server prefers to own, and which of these preferences are suspended.
 
-While a server cannot serve a partition that it prefers, the preference is removed from ZooKeeper:
-it is suspended. This server remembers the preference and restores it later.
+While a server cannot serve a partition that it prefers, the preference is *suspended*: it is
+removed from ZooKeeper. This server remembers the preference and restores it later.
 
 Rules:
     1. If a partition was released because there was no quorum, its preference is suspended.

@@ -504,7 +504,7 @@ class Server:
         """Return the health of the server.
 
         The server is healthy if every partition has a session; appends continue without ZooKeeper.
-        It is ready if it has also registered once, with or without partitions.
+        The server is ready if it is healthy and has registered once, with or without partitions.
         """
         zookeeper = self._coordinator.was_connected_recently
         partitions = {

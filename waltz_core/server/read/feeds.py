@@ -1,8 +1,8 @@
 """The feed of one partition: sends every committed transaction, in order, to each mounted client.
 
 Clients derive their state from the feed. So each client must receive every transaction in order,
-whatever its speed. A client that does not read must cost no more memory than the frames in its
-connection's buffer.
+however slow the client is. A client that does not read must cost no more memory than the frames in
+its connection's buffer.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
     1. The feed of a client sends each of the IDs `next..until` once, and nothing above the

@@ -1,8 +1,8 @@
 """Permissions of peers at a listening port (decision 048, AC 2 to AC 8, AC 10).
 
 Rules:
-    1. If there is a valid token, it alone determines the principal. Otherwise the verified
-       certificate does. Without either, the principal is `anonymous`.
+    1. If there is a valid token, the token alone determines the principal. Without a valid token,
+       the verified certificate determines it. Without both, the principal is `anonymous`.
     2. If the node of the permissions in ZooKeeper is missing or has an older revision, the known
        permissions stay in use.
     3. A revision may take a permission or the token from a principal, or give the token to another
@@ -23,7 +23,7 @@ Rules:
        (`server/append/mounts.py`). When a revision no longer accepts 0.13, connections with such
        IDs end.
     8. A connection counts towards the connection limit of its principal from its first message on
-       (`register_connection`). If it sends no message, it counts from `UNAUTHORIZED_S_MAX`
+       (`register_connection`). A connection without messages counts from `UNAUTHORIZED_S_MAX`
        (`net.py`) on. If a revision lowers a limit, the connections above the limit end. If a
        revision introduces a limit of feeds, all connections of the principal end, because their
        present feeds were not counted.
