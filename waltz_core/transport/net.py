@@ -700,7 +700,7 @@ class Link:
 
 
 class _LinkProtocol(asyncio.BufferedProtocol):
-    """The methods that the event loop calls, separate so that users of a link do not see them."""
+    """The methods that the event loop calls; a class of its own hides them from users of a link."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -506,7 +506,7 @@ class AppendBatch(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AppendResult(ClientMessage):
-    """The outcome of every row of an append, sent when all of them are final.
+    """The outcome of every row of an append, sent when all rows are final.
 
     `transaction_ids` contains -1 for rejected rows. `reasons` has one byte per row
     (`RowOutcomeCode`). If a row was rejected with LOCK, `conflicting` contains the ID of the
@@ -1351,8 +1351,9 @@ class ResetLog(StorageMessage):
 class CollectGarbage(StorageMessage):
     """Delete files of the archive that the recorded manifest does not list, a few per request.
 
-    The manifest ends at `last` with the hash chain `chain`. All attempts of this session below
-    `attempt` have ended (rule AR 16). The storage reports the end with `GarbageCollected`.
+    The manifest ends at `last` with the hash chain `chain`. All attempts of this session with
+    numbers below `attempt` have ended (rule AR 16). The storage reports the end with
+    `GarbageCollected`.
     """
 
     code = 87

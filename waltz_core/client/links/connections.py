@@ -12,9 +12,9 @@ Rules:
        caller that started the attempt is cancelled, one of the waiting callers starts another
        attempt.
     4. Large answers use a second connection. On a shared connection, a range in transit would delay
-       every message after it. Also, a server reads no appends from a connection whose answers the
-       client does not read. Each of the two connections is opened when it is first needed
-       (docs/decisions/014).
+       every message after it. Also, while the client does not read the answers on a connection, the
+       server reads no appends from this connection. Each of the two connections is opened when it
+       is first needed (docs/decisions/014).
     5. For a 0.13 server, this module translates the messages of streams between stream and socket
        (`legacy/legacy_server_link.py`). Other requests are not translated: their senders check the
        server's version.

@@ -11,7 +11,7 @@ Rules:
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
     4. Callers with the same query share one answer. If the caller that has sent the query is
-       cancelled, one of the waiting callers sends it again. The ZooKeeper session of a fixed
+       cancelled, one of the waiting callers sends the query again. The ZooKeeper session of a fixed
        directory is independent of callers: it stays open until `close`.
     5. Groups of storages are read once, and again when a storage without a known group appears.
     6. A fixed directory accepts owners from any source, but only newer owners of the same cluster.

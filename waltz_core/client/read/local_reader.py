@@ -11,8 +11,8 @@ Rules:
     2. The client checks the ID, length and CRC of every record, because the storage has not read
        the record.
     3. Any problem (no storage, a short file, a wrong record) raises an exception. Then the client
-       requests the records over TCP. If the records are damaged, the storage detects this, and they
-       are repaired.
+       requests the records over TCP. If the records are damaged, the storage detects the damage,
+       and the records are repaired.
     4. Files are read and never mapped into memory. In a mapping, a disk error or a truncated file
        would end the process.
     5. One thread reads at a time, so files and buffers need no lock. If a read times out, the

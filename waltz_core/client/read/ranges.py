@@ -4,16 +4,16 @@ Bulk readers use this code, mainly Spark on executors without access to ZooKeepe
 detects every missing transaction and every changed bit.
 
 Rules:
-    1. Without a filter, an answer has every ID from the first to the last requested ID; otherwise
-       the reader raises an error.
+    1. Without a filter, an answer has every ID from the first to the last requested ID. If an ID is
+       missing, the reader raises an error.
     2. Every record's CRC and every length is checked before its bytes are returned. Headers alone
        have no CRC. So a replica's answer contains a CRC over its headers, and the reader checks
        this CRC. A server checks headers itself.
     3. A request to a replica contains the session that the server named, and asks only for records
        that this session has committed. If a replica does not return these records, the reader tries
        the next replica, and finally the server. There are two exceptions:
-        - If the log begins after the first ID, the reader raises at once, because all replicas
-          would answer the same.
+        - If the log begins after the first requested ID, the reader raises an error at once,
+          because all replicas would answer the same.
         - If a replica requests a pause, the reader repeats the request after the pause, until the
           timeout.
     4. A chunk never ends in the middle of a record. The `next` of a chunk is the `first` of the

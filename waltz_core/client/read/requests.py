@@ -6,9 +6,10 @@ repeats a request if the server has died, no longer owns the partition, or is bu
 Rules:
     1. Queries change nothing, so they may be sent any number of times.
     2. After a retriable error, the client reads the owner from ZooKeeper again and retries. The
-       delay doubles each time, unless the server states one. When the request timeout has passed,
-       the client raises the last error. If the last attempt began shortly before the timeout, its
-       error says little, so the client raises the error of the previous attempt.
+       delay doubles each time, unless the server states a delay. When the request timeout has
+       passed, the client raises the last error. If the last attempt began shortly before the
+       timeout, its error is not informative. Then the client raises the error of the previous
+       attempt.
     3. A read also works without nearby replicas. So if the groups cannot be read, no replica is
        treated as nearby.
     4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). Such a server

@@ -18,8 +18,8 @@ Invariants:
     3. A mount whose mark is below a known mark is not trusted.
     4. The connection sequences of links increase, so that the newest link fences all others. A link
        with an append that was never answered is not mounted again. The server fences between
-       connections, so the new mount would not fence requests that are still queued on the same
-       link.
+       connections. So a new mount on the same link would not fence requests that are still queued
+       on this link.
     5. The sequence number of an appended row is never used again, whatever the row's outcome is.
     6. No transaction of the feed is missing: each accepted part starts right after the previous
        one.

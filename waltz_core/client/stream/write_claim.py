@@ -11,9 +11,9 @@ Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
        before each mount, after the generation for the mount was read. If the generation has changed
        since, the server rejects the mount.
     3. After a write is finished, no row is appended: `is_done` is true.
-    4. Normally the Spark driver begins a write, and a task that finds no write stops, because the
-       write is over. The tasks of a series (a stream's micro-batches) begin their write themselves,
-       because no driver does.
+    4. Normally the Spark driver begins a write. If a task then finds no write, the write is over,
+       and the task stops. The tasks of a series (a stream's micro-batches) begin their write
+       themselves, because no driver does.
 """
 
 from collections.abc import Mapping

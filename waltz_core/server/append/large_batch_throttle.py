@@ -13,8 +13,9 @@ Rules:
     3. The factor is adjusted so that small requests stay nearly as fast as without large batches.
        The *baseline* is the 99th percentile of their latency while the server is not shared. If a
        small request coincides with a piece and takes more than a fifth longer than the baseline,
-       the factor rises. Any other small request lowers the factor a little. In equilibrium, one
-       request in two hundred makes the factor rise. With idle CPUs the factor falls to its minimum.
+       the factor rises. Any other small request that coincides with a piece lowers the factor a
+       little. In equilibrium, one such request in two hundred makes the factor rise. With idle CPUs
+       the factor falls to its minimum.
     4. Every wait has a limit, and so has each pause. If the session of a piece ends, the piece
        never becomes final. The throttle then forgets the piece, together with the other appends in
        flight of its partition.

@@ -7,7 +7,7 @@ would be wasted, because some of the partitions soon move to the next server.
 Rules:
     1. At most `PERMITS_MAX` partitions have a permit; the others wait in order of arrival.
     2. A permit ends when the session is open or abandoned, and at the latest after `PERMIT_S_MAX`.
-       So a partition without a quorum, which tries again and again, does not block the others.
+       So a partition without a quorum does not block the others, although it tries again and again.
 """
 
 import asyncio
