@@ -7,7 +7,7 @@ Rules:
     1. A connection carries one request. The connection is closed `REQUEST_S_MAX` after it was
        opened, whether the client or the page is slow. Its unsent bytes are then dropped.
     2. There are at most `CONNECTIONS_MAX` connections. A request whose client has disconnected also
-       counts. Further connections are closed at once.
+       counts as a connection. Further connections are closed at once.
     3. The buffer for an incomplete request head has `HEAD_BYTES_MAX`, and the buffer for a body 64
        KiB.
     4. uvicorn logs nothing. If uvicorn logged, a peer could fill the log with warnings of bad

@@ -12,10 +12,10 @@ Rules:
        authorities, and ?tls=unverified trusts any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
     4. On a non-loopback address, a daemon starts only if its ports require TLS and check
-       permissions. The setting `insecure_network = true` permits other daemons to start, and is
-       logged.
-    5. A daemon reads its files again on SIGHUP (`reload_files`). This adds new authorities; only a
-       restart removes authorities.
+       permissions. With the setting `insecure_network = true`, other daemons start, too; the
+       setting is logged.
+    5. A daemon reads its files again on SIGHUP (`reload_files`). A reload adds new authorities;
+       only a restart removes authorities.
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`. Without this rule, a
        peer that connects again and again could fill the disk.
     7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
@@ -110,8 +110,9 @@ class _Handshake(ssl.SSLObject):
 class ListenContext(ssl.SSLContext):
     """The TLS context of a listening port; `access` is None without access control.
 
-    `plain_peers` is the setting `tls_transition`. If it is not empty, the port also accepts plain
-    TCP (rule 10). `handshake_burst_max` and `handshakes_per_s_max` are the limits for one host.
+    `plain_peers` is the setting `tls_transition`. If this setting is not empty, the port also
+    accepts plain TCP (rule 10). `handshake_burst_max` and `handshakes_per_s_max` are the limits for
+    one host.
     """
 
     access: PortAccess | None = None

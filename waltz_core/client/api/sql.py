@@ -7,8 +7,8 @@ Rules:
        transaction applies a batch of the log's transactions. It first moves the partition's mark
        from the value that this instance knows to the batch's end. Only one instance can move the
        mark. The others find that the mark has moved, and skip the transactions up to the new mark.
-    2. A statement that would end the database transaction early is rejected. Otherwise changes and
-       mark would be committed separately.
+    2. A statement that would end the database transaction early is rejected. Without this rule,
+       changes and mark would be committed separately.
     3. A context that computes from the database reads the mark first (`reading`). So all rows that
        the context reads are at least as new as the mark.
     4. If database transactions conflict, the batch is retried. If the database is unavailable, the
@@ -87,9 +87,9 @@ T = TypeVar("T")
 class SqlCallbacks(BatchCallbacks):
     """Callbacks whose mark is stored in the application's own database.
 
-    Derive a class from it and implement `apply`, or `apply_batch` for high rates. Pass an instance
-    to `WaltzClient.subscribe`. Instances in any number of processes may share a database; they must
-    subscribe with the same `headers`.
+    Derive a class from this one and implement `apply`, or `apply_batch` for high rates. Pass an
+    instance to `WaltzClient.subscribe`. Instances in any number of processes may share a database;
+    they must subscribe with the same `headers`.
 
         class Accounts(SqlCallbacks):
             def apply(self, connection, transaction):

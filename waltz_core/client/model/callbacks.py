@@ -62,7 +62,8 @@ class Callbacks(ABC):
         """Return the ID of the last transaction that the application has applied, -1 for none.
 
         Return `LATEST` to start at the current end of the log. By default, the method returns -1,
-        so every start applies the whole log again; state that is kept only in memory requires this.
+        so every start applies the whole log again. This default is for state that is kept only in
+        memory.
         """
         return BEFORE_FIRST
 
@@ -118,7 +119,8 @@ class AsyncCallbacks(ABC):
         """Return the ID of the last transaction that the application has applied, -1 for none.
 
         Return `LATEST` to start at the current end of the log. By default, the method returns -1,
-        so every start applies the whole log again; state that is kept only in memory requires this.
+        so every start applies the whole log again. This default is for state that is kept only in
+        memory.
         """
         return BEFORE_FIRST
 

@@ -12,7 +12,7 @@ Rules (decision 017):
        above `base`, up to `mark`, that have written one of the author's locks.
     2. If a row depends on predecessors from another mount, the row is not sent: its author computes
        the row again (`outbox.py`).
-    3. If a row that depends on predecessors is lost, it is not sent again, for the same reason
+    3. If a row that depends on predecessors is lost, the row is not sent again, for the same reason
        (`appends.py`).
     4. The predecessors cover only the locks of the author's last rejected attempt. If the next
        attempt has another lock, the client sends the attempt with the mark of the author's own

@@ -4,8 +4,8 @@ The stream is a state machine without futures, sockets or ZooKeeper. This driver
 effects of the stream. Each partition has its own driver.
 
 Rules:
-    1. Effects are performed in order and never wait. An effect that takes time becomes a task,
-       which posts its outcome as an event.
+    1. Effects are performed in order and never wait. An effect that takes time becomes a task. The
+       task posts its outcome as an event.
     2. When a stream ends, every caller that waits for the stream gets the stream's error.
     3. The mark that the application has applied is kept as long as the client exists, even while
        the partition is paused or unsubscribed. During this time the application's state does not
@@ -185,8 +185,8 @@ class ClientPartition:
     def mark(self) -> TransactionId:
         """The high-water mark for a transaction that the application computes now.
 
-        If the application ever had a feed, this is the mark that it has applied (rule 3). Otherwise
-        it is the highest known mark of the log.
+        If the application ever had a feed, this is the mark that the application has applied (rule
+        3). If it never had a feed, this is the highest known mark of the log.
         """
         return self.stream.high_water_mark if self._applied_mark is None else self._applied_mark
 

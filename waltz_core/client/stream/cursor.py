@@ -3,9 +3,9 @@
 A feed continues over any number of mounts, without a missing transaction.
 
 Invariants:
-    1. No transaction is missing: each range that is passed on starts after the previous one;
-       overlaps are cut off. A range of a filtered feed also covers the transactions that do not
-       pass the filter.
+    1. No transaction is missing: each range that is passed on starts right after the previous
+       range; overlaps are cut off. A range of a filtered feed also covers the transactions that do
+       not pass the filter.
     2. While the application is too far behind the received transactions, no more are requested.
 """
 

@@ -1,8 +1,8 @@
 """The outcome tracker: the appends in flight on one partition, and their outcomes.
 
 If an application receives a wrong outcome, it loses a transaction or appends it twice. So this file
-combines all evidence: answers of the server, the feed, and headers. After a connection has broken,
-the client *reads back* these headers from the log.
+combines all evidence: answers of the server, the feed, and headers of the log. The client *reads
+back* these headers after a connection has broken.
 
 Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in the order

@@ -1,6 +1,6 @@
 """The claim of one attempt of a task in an exactly-once write.
 
-A client that writes for an attempt of a task checks before each mount that no later attempt has
+Before each mount, a client that writes for an attempt of a task checks that no later attempt has
 begun. In all other respects, it is a normal client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):

@@ -99,8 +99,8 @@ class Completions:
         for pending in rejected:
             assert pending.reason is RowOutcomeCode.LOCK
             self._counters.rejected[RowOutcomeCode.LOCK] += 1
-            # Record it before `reject_for` sets the outcome, because the conflicting transaction
-            # may be in flight (recent_rejections.py, rule 2).
+            # Record the rejection before `reject_for` sets the outcome, because the conflicting
+            # transaction may be in flight (recent_rejections.py, rule 2).
             self._rejections.add(pending)
             answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
             if answer is None:

@@ -91,8 +91,8 @@ class Mounts:
         self._limit = limit
         self._mounts: dict[ClientId, _MountEntry] = {}
         self._clients_by_connection: dict[ConnectionId, list[ClientId]] = {}
-        # Fences of disconnected clients: the highest sequence, and the principal. The client that
-        # disconnected first is the first one.
+        # Fences of disconnected clients: the highest sequence, and the principal. The dict begins
+        # with the client that disconnected first.
         self._disconnected_clients: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
         self._mount_numbers = count(1)
 

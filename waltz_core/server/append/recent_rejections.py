@@ -68,7 +68,8 @@ class RecentRejections:
     """
 
     def __init__(self) -> None:
-        # By append, because a batch has many rows: `newest_first` creates the entries of the rows.
+        # Stored by append, because a batch has many rows. `newest_first` creates the entries of the
+        # rows.
         self._appends: deque[_AppendRejections] = deque()
         self._row_count = 0
         self.wall_ms = 0

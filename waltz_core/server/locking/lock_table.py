@@ -1,8 +1,8 @@
 """The lock table of one partition: estimates which transaction wrote a lock last.
 
-Only this module decides optimistic locking. Its input is the locks of a batch of rows, their
-clients' marks and the log's high-water mark. It decides which rows get an ID and which are
-rejected. The module is independent of clients, sessions and answers.
+Only this module decides optimistic locking. Its input consists of the locks of a batch of rows,
+their clients' marks and the log's high-water mark. The module decides which rows get an ID and
+which are rejected. The module is independent of clients, sessions and answers.
 
 The table is similar to a count-min sketch. A lock has three slots. A slot contains the highest ID
 of all locks that share the slot. The minimum of the three slots is an estimate of the lock's last
@@ -368,8 +368,8 @@ def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
 def slot_count_within(budget_bytes: int, table_count: int) -> int:
     """Return the number of slots for each lock table: the largest prime that the budget allows.
 
-    It is at most `SLOT_COUNT`. The budget of a server is for the tables of all partitions that the
-    server may own.
+    The number is at most `SLOT_COUNT`. The budget of a server is for the tables of all partitions
+    that the server may own.
     """
     assert table_count > 0
     count = min(SLOT_COUNT, max(2, budget_bytes // (SLOT_BYTES * table_count)))

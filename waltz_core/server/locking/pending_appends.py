@@ -15,9 +15,9 @@ Rules:
     4. A batch may be validated in pieces, from the first row on. Rows after the last piece have no
        outcome yet. These rows are validated later, in the session that is then open, or all of them
        are rejected.
-    5. AHEAD is reported only if a quorum confirms, after the validation, the session in which the
-       row was validated (`linearizable_requests.py`, rule 3). Without this confirmation the answer
-       is NOT_MOUNTED. In both cases the row is not in the log.
+    5. AHEAD is reported only if a quorum confirms the session in which the row was validated. The
+       confirmation must follow the validation (`linearizable_requests.py`, rule 3). Without this
+       confirmation the answer is NOT_MOUNTED. In both cases the row is not in the log.
 """
 
 import struct

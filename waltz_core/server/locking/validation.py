@@ -2,7 +2,7 @@
 
 These are the steps whose cost depends on the number of rows. `pipeline.py` decides about turns,
 sessions and answers. A batch, a piece of a batch, or many single transactions are validated as
-arrays. A few single transactions are validated in plain Python, which is then faster.
+arrays. A few single transactions are validated in plain Python, which is faster for a few rows.
 
 Rules:
     1. Only this file sets the IDs, reasons and conflicts of validated rows in their appends.

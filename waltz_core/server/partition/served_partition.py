@@ -16,8 +16,8 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
         - (c) The feed, if there is one, has reached the high-water mark at the time of (b).
     4. A high-water mark is reported only if a quorum has confirmed the session within the last
        `high_water_mark_staleness_ms_max`.
-    5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
-       the server releases the partition.
+    5. A high-water mark never decreases. If the store reports a lower mark, the store has lost
+       data, and the server releases the partition.
     6. ClientAheadOfLog is reported only if a quorum has confirmed the session after the request
        arrived. If this proof fails, the client gets a retriable error (`linearizable_requests.py`,
        rule 3).

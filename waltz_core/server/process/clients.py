@@ -13,8 +13,8 @@ Rules:
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If this module ends
        the connection, no further request of the client is processed.
     5. A denied request is rejected here, and no other module receives it (decision 048, AC 7). A
-       request over a limit of its principal is also rejected here. An append over a limit is
-       rejected by its partition, because no later append may overtake it (AC 10).
+       request over a limit of its principal is also rejected here, unless it is an append. The
+       partition rejects an append over a limit, because no later append may overtake it (AC 10).
     6. With an audit log, an administrative request begins only after its line was written. A second
        line contains the outcome of the request. The outcome is "unknown" if the connection is
        closed before the answer (AC 11).

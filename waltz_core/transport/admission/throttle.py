@@ -25,9 +25,9 @@ Rules (decision 048, AC 10):
        if a mount succeeds that is not known as pending, this mount counts as a feed.
     7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction,
        including transactions that a filter leaves out. The connection's feeds pause until the part
-       is paid. The part is paid in shares, and these take turns with requests. So all feeds of a
-       principal together delay a request by at most a quarter of a second. A flood of requests does
-       not stop the feeds. If the limit changes, the present share is paid within a second.
+       is paid. The part is paid in shares, and the shares take turns with requests. So all feeds of
+       a principal together delay a request by at most a quarter of a second. A flood of requests
+       does not stop the feeds. If the limit changes, the present share is paid within a second.
     8. If a timer fails, the connection ends. Without this rule, it would wait forever.
 """
 
@@ -88,8 +88,8 @@ class _MountKind(Enum):
 class Throttle:
     """Delays or rejects the requests and feeds of one connection.
 
-    `pass_on` receives the requests whose turn has come; it must not call back. `resume_feeds` is
-    called when a pause of feeds ends.
+    `pass_on` receives the requests whose turn has come, and must not call the throttle.
+    `resume_feeds` is called when a pause of feeds ends.
     """
 
     def __init__(
