@@ -281,7 +281,7 @@ class FeedHeaders(NamedTuple):
 
 @value(frozen=True, slots=True)
 class FeedFailed:
-    """No feed headers can be read from `first` on: the log begins later, or they are damaged."""
+    """No feed headers can be read from `first` on: the log begins later, or it is damaged there."""
 
     first: TransactionId
     error: BeforeLogStart | Unreachable

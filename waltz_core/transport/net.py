@@ -275,7 +275,7 @@ class Link:
     def limit_write_buffer(self, high_bytes: int) -> None:
         """Set the number of unsent bytes above which the link is congested; the default is 1 MiB.
 
-        The hard limit rises to twice this number if it is lower.
+        If the hard limit is lower than twice this number, it rises to twice this number.
         """
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=high_bytes, low=high_bytes // 4)

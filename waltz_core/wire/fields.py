@@ -55,7 +55,7 @@ class FieldWriter:
         self.small_bytes = bytearray()
 
     def finish(self) -> list[Buffer]:
-        """Return all buffers of the frame in order; the caller must add nothing afterwards."""
+        """Return all buffers of the frame in order; afterwards the frame must not be extended."""
         if self.small_bytes or not self.finished:
             self.finished.append(bytes(self.small_bytes))
         return self.finished

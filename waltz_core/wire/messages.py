@@ -540,7 +540,7 @@ class AppendFollowing(AppendRequest):
 
 @value(frozen=True, slots=True)
 class Predecessors(ClientMessage):
-    """A lock conflict rejected the append; `records` are the transactions that it conflicts with.
+    """A lock conflict rejected the append; `records` are the conflicting transactions.
 
     These are all transactions above the request's mark, up to `last`, that have written one of the
     request's write or read locks. `records` has their bytes as in the segment file, `lengths` the
@@ -1182,7 +1182,7 @@ class Repair(StorageMessage):
 class LineageResponse(StorageMessage):
     """The requested batches in order, and the chain before them.
 
-    If not all of them fit, the response contains the newest batches.
+    If not all batches fit, the response contains the newest ones.
     """
 
     code = 76

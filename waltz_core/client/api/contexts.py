@@ -1,7 +1,7 @@
 """Runs transaction contexts: execute, append, and execute again after a rejection.
 
-If a lock rejects an attempt, the attempt was computed from an old state and is discarded. The
-client applies the transactions that the attempt had not seen, and the context computes a new
+If a lock rejects an attempt, the attempt was computed from an old state, and is discarded. The
+client then applies the transactions that were missing in this state, and the context computes a new
 attempt.
 
 Rules:

@@ -451,7 +451,7 @@ class FixedDirectory:
         self._accept_owners(self._fallback.owners)
 
     def _accept_owners(self, owners: Mapping[PartitionId, Owner]) -> None:
-        """Accept owners from ZooKeeper once it is known to have the same cluster."""
+        """Accept owners from ZooKeeper once ZooKeeper is known to have the same cluster."""
         if self._is_open:
             self._update_owners(owners, generations_ahead=0)
 

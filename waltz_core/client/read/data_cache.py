@@ -1,4 +1,4 @@
-"""The data of a feed's transactions: fetched in ranges, and kept until it was applied.
+"""The data of a feed's transactions: fetched in ranges, kept until the transactions are applied.
 
 The feed has only headers, because some callbacks need no data. This cache fetches data when a
 callback requests it, on the event loop or on a worker thread.

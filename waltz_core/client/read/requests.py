@@ -1,4 +1,4 @@
-"""Queries to the owner of a partition, repeated until it answers or the request times out.
+"""Queries to a partition's owner, repeated until the owner answers or the request times out.
 
 The client requests marks, flushes, ranges and data from the partition's current owner. The client
 repeats a request if the server has died, no longer owns the partition, or is busy.

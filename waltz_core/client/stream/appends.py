@@ -134,7 +134,7 @@ class PendingRow:
     def set_pipelined_state(
         self, pipelined_state: PipelinedState, mark: TransactionId | None
     ) -> None:
-        """Make the row depend on appends in flight; `mark` is the mark of its state, if known."""
+        """Make the row depend on appends in flight; `mark` is the mark of the state, if known."""
         if mark is None and pipelined_state.has_received_predecessors:
             mark = pipelined_state.base_mark
         mark = self.mark if mark is None else mark

@@ -152,7 +152,7 @@ class ClientPartition:
 
     @property
     def has_view(self) -> bool:
-        """Whether the application has or had a feed of this partition, so has a view (rule 3)."""
+        """Whether the application has a view of this partition: it has or had a feed (rule 3)."""
         return self.is_starting or self._applied_mark is not None or self._applier is not None
 
     @property

@@ -52,7 +52,7 @@ class Admission:
         return True
 
     def try_decode(self, pending: PendingBatch, out: list[AppendOutcome]) -> bool:
-        """Decode a batch, unless already decoded; if it is invalid, answer it and return False."""
+        """Decode a batch, unless it was decoded; answer an invalid batch and return False."""
         if pending.message is not None:
             try:
                 pending.open(decode_batch(pending.message, self._limits))

@@ -581,7 +581,7 @@ class AppendPipeline:
         )
 
     def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
-        """A batch with rows of this request is final: answer the request if all its rows are."""
+        """A batch with rows of a request is final. Answer the request if all its rows are final."""
         if isinstance(pending, PendingBatch):
             pending.in_flight_count -= 1
         self._completions.answer_if_final(pending, out)

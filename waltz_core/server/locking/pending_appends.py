@@ -206,7 +206,7 @@ class PendingBatch:
         self.reasons = np.zeros(rows.count, np.uint8)
 
     def piece_end(self, piece_bytes: int | None) -> int:
-        """Return the end of the next piece of about `piece_bytes`: the number of the row after it.
+        """Return the end of the next piece of about `piece_bytes`: the first row after the piece.
 
         None means that the piece contains all remaining rows.
         """

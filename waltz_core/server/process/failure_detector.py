@@ -13,7 +13,7 @@ Rules:
        timeout detects these servers.
     3. A false detection only moves partitions: the live server registers again, and storages fence
        replaced owners. No other code may rely on this detection.
-    4. If a server changes its preferences, it is still the same process, so the watch continues.
+    4. If a server changes its preferences, its process is still the same, so the watch continues.
     5. A dying process may accept one more connection and drop it. So after a connection that lasted
        less than `RETRY_PAUSE_S`, and after an attempt that failed in another way, this server
        connects again soon. The pauses then grow up to `RETRY_PAUSE_S`.

@@ -62,7 +62,7 @@ class ReadAhead:
         return None
 
     def should_fetch(self, transaction_id: TransactionId) -> bool:
-        """Whether a range should be fetched that starts with this transaction (rule 1)."""
+        """Whether to fetch a range that starts with this transaction (rule 1)."""
         return any(0 < transaction_id - end <= NEAR_DISTANCE_MAX for end in self._ends)
 
     def note_fetched_up_to(self, transaction_id: TransactionId) -> None:

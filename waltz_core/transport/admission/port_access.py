@@ -133,7 +133,7 @@ class PortAccess:
     def add_connection(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
     ) -> "ConnectionAccess":
-        """Register a new connection and return its access; `end` closes it now, with a reason.
+        """Register a new connection and return its access; `end` closes the connection at once.
 
         `certificate` is the verified certificate of the peer, if it has one.
         """
