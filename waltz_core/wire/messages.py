@@ -1114,9 +1114,9 @@ class RangeRaw(StorageMessage):
     """Read records first..last, at most about `bytes_max` bytes, but at least one batch or record.
 
     `reader`: the sender is a reader, not the owner. The storage answers a reader only while its
-    replica is engaged in the session of the prefix. The answer ends at the latest at the last ID
-    that the storage has synced. `whole_batches`, for repair and catch-up: `first` is the first ID
-    of a batch, and the answer ends at the end of a batch.
+    replica is engaged in the session of the prefix. For a reader, the answer ends at the latest at
+    the last ID that the storage has synced. `whole_batches`, for repair and catch-up: `first` is
+    the first ID of a batch, and the answer ends at the end of a batch.
     """
 
     code = 72

@@ -754,8 +754,7 @@ class AsyncWaltzClient(OpenedByConnect):
         return tuple(sorted(partition_ids))
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
-        """Return the partition of an append; raises BadRequest if the client was opened without
-        it."""
+        """Return an append's partition; raises BadRequest if the client was opened without it."""
         own_ids = self._own_partitions
         if partition is not None:
             partition_id = self._check_partition(partition)

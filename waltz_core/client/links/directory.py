@@ -1,4 +1,4 @@
-"""The directory of partitions: the owner of each partition, its address and the generation.
+"""The directory of partitions: each partition's owner, with address and generation.
 
 There are two kinds of directories, with the same interface. A service reads ZooKeeper and watches
 it. A Spark executor gets the owners from the driver (a *fixed* directory), and reads ZooKeeper only

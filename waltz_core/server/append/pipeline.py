@@ -256,8 +256,7 @@ class AppendPipeline:
         self._dependent_appends.on_session_closed()
         out: list[AppendOutcome] = []
         queued: list[PendingAppend] = []
-        # The keys identify the requests, because a request may have rows in several batches and in
-        # its lane.
+        # Keyed by `id`, because a request may have rows in several batches and in its lane.
         appends_in_doubt: dict[int, PendingAppend] = {}
         for lost_batch in self._in_flight.pop_lost_batches()[0]:
             for pending in lost_batch.appends:

@@ -2,8 +2,8 @@
 
 Rules:
     1. The unit is approximately the work for one KiB that is appended in large batches. An accuracy
-       within a factor of two is enough. A cost is averaged over the last 30 s, and only compared
-       with the costs of other partitions.
+       within a factor of two is enough, because a cost is only compared with the costs of other
+       partitions. The compared costs are averages over the last 30 s.
     2. Everything sent to clients counts: results of appends, feeds, answers to reads.
 """
 

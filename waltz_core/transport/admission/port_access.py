@@ -10,8 +10,8 @@ Rules:
        Connections also end when their token or certificate expires.
     4. Before the port has read the permissions, it rejects every request with a retriable error.
        The first revision that the port reads ends all connections whose principal has no
-       permission. Before this revision, the port did not limit their number (`port_limits.py`, rule
-       2).
+       permission. The reason is that the port did not limit their number before (`port_limits.py`,
+       rule 2).
     5. A peer whose version does not have the error `PermissionDenied` receives `BadRequest`. If a
        peer sends an answer instead of a request, its connection ends.
     6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied
@@ -133,7 +133,7 @@ class PortAccess:
     def add_connection(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
     ) -> "ConnectionAccess":
-        """Register a new connection and return its access; `end` closes the connection at once.
+        """Register a connection and return its access; `end` closes the connection, with a reason.
 
         `certificate` is the verified certificate of the peer, if it has one.
         """
