@@ -13,8 +13,8 @@ Rules:
     3. A read also works without nearby replicas. So if the groups cannot be read, no replica is
        treated as nearby.
     4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). Such a server
-       cannot confirm that its mark is not stale, so the client checks in ZooKeeper who owns the
-       partition. If the server owned the partition both before and after its answer, no other
+       cannot confirm that its mark is not stale, so the client checks the partition's owner in
+       ZooKeeper. If the server owned the partition both before and after its answer, no other
        server has committed a transaction up to this answer.
     5. If a partition moves while a query waits for the former owner, the query is sent to the new
        owner. The reason is that the former owner may be frozen or on a dead host, and not answer
