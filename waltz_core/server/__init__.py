@@ -35,13 +35,13 @@ Life of an append
        that waited for the batch.
     7. If the session ends before the commit, the server waits until the next session reports
        `SessionSettled`. Then everything up to the settled mark is committed, and all other rows are
-       LOST. A lost row is never validated again. It also ends the mount of its client. So no later
-       append of the client gets into the log before the client has sent the row again.
+       LOST. A lost row is never validated again. A lost row also ends the mount of its client. So
+       no later append of the client gets into the log before the client has sent the row again.
 
 Life of a mount
     1. A mount is accepted only if its connection sequence is the highest of this client in this
        generation. From then on, appends of the client's older connections are rejected.
-    2. The mount waits until all appends in flight are final. If it has a feed, it also waits until
+    2. The mount waits until all appends in flight are final. A mount with a feed also waits until
        the feed has reached the high-water mark at this time.
     3. `Mounted`: all older appends of this client are final, and its new appends are accepted.
 
@@ -51,6 +51,6 @@ Life of a feed
        a grant and is not congested (`Feed.deliver`).
     2. The headers come from the feed cache. The server fetches older headers from a replica, once
        for all clients at the same position.
-    3. If a client does not read, its connection becomes congested: the server buffers at most one
-       megabyte for it, and sends and reads nothing until the buffer has drained.
+    3. If a client does not read, its connection becomes congested. The server buffers at most one
+       megabyte for this connection, and sends and reads nothing on it until the buffer has drained.
 """

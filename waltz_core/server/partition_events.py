@@ -1,7 +1,7 @@
 """The events, the effects and the limits of a served partition.
 
-The state machine of a partition, its host and the server process communicate only with these, and
-with the events of `replication/session_events.py`.
+The state machine of a partition, its host and the server process communicate only with these events
+and effects, and with the events of `replication/session_events.py`.
 
 Rules:
     1. Every request ends with exactly one final `SendToClient`, unless its connection closes first.
@@ -242,8 +242,8 @@ Event: TypeAlias = (
 class SendToClient:
     """Send a message to a client; see rule 1.
 
-    `request` is the answered request. It is set for errors, for the adapter of 0.13 clients, and
-    for administrative requests, for the audit log.
+    `request` is the answered request. It is set in two cases: for errors, because the adapter of
+    0.13 clients needs it, and for administrative requests, because the audit log needs it.
     """
 
     connection: ConnectionId
@@ -281,7 +281,7 @@ class FeedHeaders(NamedTuple):
 
 @value(frozen=True, slots=True)
 class FeedFailed:
-    """No feed headers can be read from `first` on: the log begins later, or they are damaged."""
+    """No feed headers can be read from `first` on: the log begins later, or it is damaged there."""
 
     first: TransactionId
     error: BeforeLogStart | Unreachable

@@ -1,8 +1,8 @@
 """Connections between processes: TCP, TLS, HTTP, DNS, and descriptors over Unix sockets.
 
-`net.py` dials and has the links that carry messages; `dialing.py` has parts of dialing.
-`listening.py` accepts links, and `admission/` decides which requests a port accepts from a peer.
-`http_port.py` serves HTTP.
+`net.py` opens connections and defines the links that carry messages; `dialing.py` has parts of
+opening a connection. `listening.py` accepts links, and `admission/` decides which requests a port
+accepts from a peer. `http_port.py` serves HTTP.
 
 `tls.py` turns settings into TLS contexts, `tls_port.py` is a listening port with TLS, and
 `client_hello.py` examines the first bytes that a peer sends. `port_files.py` opens the files of a

@@ -1,9 +1,9 @@
 """Checks whether a peer's first bytes are a ClientHello that a port can answer with little work.
 
 Rules:
-    1. OpenSSL receives a ClientHello only when it is complete and in one record, so that OpenSSL
-       computes the answer at once. The answer uses most of the CPU time of a handshake, and must be
-       computed during the handshake's turn (`tls_port.py`).
+    1. OpenSSL receives a ClientHello only if the ClientHello is complete and in one record. So
+       OpenSSL computes the answer at once. The answer uses most of the CPU time of a handshake, and
+       must be computed during the handshake's turn (`tls_port.py`).
     2. The key exchange must use X25519 or P-256, because OpenSSL needs 170 ms for ffdhe8192. The
        port checks this itself, because Python 3.11 cannot restrict a context to several groups.
 """

@@ -3,8 +3,8 @@
 The receiver reads the file from the page cache, without a copy through a socket.
 
 Rules:
-    1. The socket has an abstract name. So it disappears when its process exits, leaves no file, and
-       cannot be reached from other machines or network namespaces.
+    1. The socket has an abstract name. So the socket disappears when its process exits, leaves no
+       file, and cannot be reached from other machines or network namespaces.
     2. A connection carries one request of a fixed size and one answer: an open file, or nothing.
     3. The file is open for reading only.
     4. Abstract names exist on Linux only. On other systems, no files are passed.
@@ -143,7 +143,8 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
                     if not part:
                         return
                     request += part
-            # NB: not under the timeout. A file that a thread opened after it would never be closed.
+            # NB: no timeout here. If a thread opened a file after the timeout, the file would never
+            # be closed.
             descriptor = await open_requested(request)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("segment.sharing_denied error=%s", error)

@@ -45,7 +45,7 @@ async def read_token(address: str, ssl: SSLContext | None) -> Token | None:
 async def connect(
     make_protocol: Callable[[], asyncio.BaseProtocol], host: str, port: int, ssl: SSLContext | None
 ) -> None:
-    """Connect to the first address of a host that accepts; TLS verifies the name of the host.
+    """Connect to the first address of a host that accepts TCP; TLS verifies the host's name.
 
     Raises OSError, with the errors of all addresses if there are several.
     """

@@ -5,8 +5,8 @@ of a name does not answer, the lookup occupies a thread for half a minute, and e
 another thread. When all threads are occupied, no connection to any other host can be opened.
 
 Rules:
-    1. A lookup has a thread of its own. There is at most one lookup for each name; all callers
-       share it.
+    1. A lookup has a thread of its own. There is at most one lookup for each name, and all callers
+       share this lookup.
     2. If a caller times out, the lookup continues for the other callers and for the next caller.
     3. A numeric address needs no lookup.
     4. An invalid host name raises OSError, like an unknown name.

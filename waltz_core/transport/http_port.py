@@ -4,17 +4,17 @@
 process if the address is in use. So this file uses only uvicorn's connections (docs/decisions/065).
 
 Rules:
-    1. A connection carries one request. It is closed `REQUEST_S_MAX` after it was opened, whether
-       the client or the page is slow. Its unsent bytes are then dropped.
+    1. A connection carries one request. The connection is closed `REQUEST_S_MAX` after it was
+       opened, whether the client or the page is slow. Its unsent bytes are then dropped.
     2. There are at most `CONNECTIONS_MAX` connections. A request whose client has disconnected also
-       counts. Further connections are closed at once.
+       counts as a connection. Further connections are closed at once.
     3. The buffer for an incomplete request head has `HEAD_BYTES_MAX`, and the buffer for a body 64
        KiB.
-    4. uvicorn logs nothing. Otherwise a peer could fill the log with warnings of bad requests, or
-       with the exceptions that a bad request causes after its response.
+    4. uvicorn logs nothing. If uvicorn logged, a peer could fill the log with warnings of bad
+       requests, or with the exceptions that a bad request causes after its response.
     5. With `keep_alive_connections_max`, this number replaces `CONNECTIONS_MAX` in rule 2, and rule
-       1 does not apply. A connection carries any number of requests, of any duration. It is closed
-       in these cases:
+       1 does not apply. A connection carries any number of requests, of any duration. The
+       connection is closed in these cases:
         - The head or the body of a request does not arrive within `RECEIVE_S_MAX`.
         - There is no request for `IDLE_S_MAX`.
         - The client takes no byte of a response for `STALLED_S_MAX`.

@@ -15,17 +15,18 @@ Rules:
        reading the link, so that a client that does not read answers cannot send more requests. A
        dialer continues to read, because a congested listener reads again only when its answers
        were read.
-    4. If a link exceeds its hard limit of unsent bytes, it is closed, with a reason.
+    4. A link that exceeds its hard limit of unsent bytes is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.
-    7. A dialer with a token sends the token first. It passes the link to its user when the peer has
-       accepted the token. If the listener does not accept the token, it closes the link. On the
-       listener's side, `principal` of the link is the principal of the peer.
+    7. A dialer with a token sends the token first. The dialer passes the link to its user when the
+       peer has accepted the token. If the listener does not accept the token, it closes the link.
+       On the listener's side, `principal` of the link is the principal of the peer.
     8. The user of a listener's link processes a request only if `denial` or `filter_permitted`
        permits it. Before this check, requests of a principal with limits wait in `throttle.py`.
     9. A peer whose principal has no permission may send small frames only, and is disconnected
-       after `UNAUTHORIZED_S_MAX`. It is not disconnected at once, because a 0.13 client would
-       immediately connect again. Until then, its requests are answered with denials.
+       after `UNAUTHORIZED_S_MAX`. The peer is not disconnected at once, because a 0.13 client would
+       immediately connect again. Until the peer is disconnected, its requests are answered with
+       denials.
     10. The same rules hold with TLS. Bytes that TLS has passed to the socket do not count as
         unsent. So there may be twice as many bytes in memory as rules 3 and 4 permit.
 """
@@ -274,7 +275,7 @@ class Link:
     def limit_write_buffer(self, high_bytes: int) -> None:
         """Set the number of unsent bytes above which the link is congested; the default is 1 MiB.
 
-        The hard limit rises to twice this number if it is lower.
+        If the hard limit is lower than twice this number, it rises to twice this number.
         """
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=high_bytes, low=high_bytes // 4)
@@ -558,7 +559,7 @@ class Link:
         return messages[1:]
 
     def _count_for_principal(self) -> None:
-        """Count the connection for its principal; raises Overloaded if it is over the limit."""
+        """Count the connection for its principal; raises Overloaded if the limit is exceeded."""
         if self.access is not None and self._owner.limits is not None:
             self.access.register_connection(partial(self._owner.limits.set_tenant, self))
 
@@ -699,7 +700,7 @@ class Link:
 
 
 class _LinkProtocol(asyncio.BufferedProtocol):
-    """The methods that the event loop calls, separate so that users of a link do not see them."""
+    """The methods that the event loop calls; a class of its own hides them from users of a link."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

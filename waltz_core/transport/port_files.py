@@ -23,8 +23,8 @@ async def open_port_files(
 ) -> AsyncIterator[None]:
     """Open the audit log of a port, and open all its files again on SIGHUP, until the block ends.
 
-    `port` is None without TLS; the port then has no such files. Raises BadConfig if the audit log
-    cannot be opened.
+    `port` is None without TLS. The port then has neither TLS files nor an audit log. Raises
+    BadConfig if the audit log cannot be opened.
     """
     if port is None:
         yield

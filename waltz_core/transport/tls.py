@@ -1,31 +1,31 @@
 """TLS trust settings and handshake errors: from settings to the contexts that `net.py` uses.
 
-Daemons, clients and commands use this file. It uses only `ssl` of the standard library. Section
-"TLS" of docs/operations.md describes the certificate files.
+Daemons, clients and commands use this file. This file uses only `ssl` of the standard library.
+Section "TLS" of docs/operations.md describes the certificate files.
 
 Rules:
-    1. `tls = "off"` disables TLS, whatever else is set. Otherwise an explicit setting overrides
-       `?tls=` of the connect string, and `?tls=` overrides the defaults. So explicit authorities
-       verify peers even with `?tls=unverified`.
+    1. `tls = "off"` disables TLS, whatever else is set. With any other value, an explicit setting
+       overrides `?tls=` of the connect string, and `?tls=` overrides the defaults. So explicit
+       authorities verify peers even with `?tls=unverified`.
     2. ?tls=FILE names a file with the authorities. ?tls=FILE.toml names a file with settings of
        kind "tls"; file names in it are relative to this file. ?tls=on trusts the system's
        authorities, and ?tls=unverified trusts any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
     4. On a non-loopback address, a daemon starts only if its ports require TLS and check
-       permissions. The setting `insecure_network = true` permits other daemons to start, and is
-       logged.
-    5. A daemon reads its files again on SIGHUP (`reload_files`). This adds new authorities; only a
-       restart removes authorities.
-    6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`. Otherwise a peer that
-       connects again and again could fill the disk.
+       permissions. With the setting `insecure_network = true`, other daemons start, too; the
+       setting is logged.
+    5. A daemon reads its files again on SIGHUP (`reload_files`). A reload adds new authorities;
+       only a restart removes authorities.
+    6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`. Without this rule, a
+       peer that connects again and again could fill the disk.
     7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
        read once when the context is created, so that a missing file or variable is reported
        immediately.
     8. A port that identifies its peers verifies the certificate of each peer that presents one. If
        no authorities are set explicitly, it requests no certificate, because the system's
        authorities sign certificates for any host.
-    9. When a daemon reads its files, it checks its own certificate as its peers would: the
-       advertised host, and the dates. It logs a mismatch as an error.
+    9. When a daemon reads its files, it checks its own certificate as its peers would. It checks
+       the advertised host and the dates. It logs a mismatch as an error.
     10. With `tls_transition` a port accepts plain TCP as well. A setting determines whether a
         daemon connects with TLS or plain TCP. A daemon never falls back from TLS to plain TCP after
         a failure.
@@ -90,8 +90,8 @@ _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 class _Handshake(ssl.SSLObject):
     """One end of a TLS connection; if the handshake fails, the error contains the alert.
 
-    The alert is kept in the error because the event loops (uvloop and asyncio's own) drop unsent
-    bytes when a handshake fails, so that the peer would not receive the alert.
+    When a handshake fails, the event loops (uvloop and asyncio's own) drop unsent bytes, so the
+    peer would not receive the alert. Therefore the error contains the alert.
     """
 
     outgoing: ssl.MemoryBIO
@@ -110,8 +110,9 @@ class _Handshake(ssl.SSLObject):
 class ListenContext(ssl.SSLContext):
     """The TLS context of a listening port; `access` is None without access control.
 
-    `plain_peers` is the setting `tls_transition`. If it is not empty, the port also accepts plain
-    TCP (rule 10). `handshake_burst_max` and `handshakes_per_s_max` are the limits for one host.
+    `plain_peers` is the setting `tls_transition`. If this setting is not empty, the port also
+    accepts plain TCP (rule 10). `handshake_burst_max` and `handshakes_per_s_max` are the limits for
+    one host.
     """
 
     access: PortAccess | None = None
@@ -319,7 +320,7 @@ def log_plain_peer(peer: str) -> None:
 def error_kind(error: str) -> str:
     """Return the beginning of an error without its values, as the key for `is_new_failure`.
 
-    With other values in each error, a peer could make each of its errors a new one.
+    If the key contained the values, a peer could make each of its errors a new one.
     """
     return _VALUE_PATTERN.sub("", error)[:_KIND_CHARACTERS_MAX]
 
@@ -327,7 +328,8 @@ def error_kind(error: str) -> str:
 def is_new_failure(peer: str, failure: str) -> bool:
     """Whether the caller must log a failure now (rule 6); the failure then counts as logged.
 
-    All addresses of an IPv6 network count as one peer; otherwise this peer could fill the log.
+    All addresses of an IPv6 network count as one peer. If they counted separately, one peer could
+    fill the log.
     """
     peer, now_s = network_of(peer), time.monotonic()
     if now_s < _LAST_LOGGED.get((peer, failure), -LOG_INTERVAL_S) + LOG_INTERVAL_S:

@@ -1,17 +1,18 @@
 """A listening port with TLS: it accepts connections, performs handshakes, and logs failures.
 
 The event loop's own listening port closes a connection silently if the handshake fails. So if a
-peer does not use TLS, its operator would find no reason in any log.
+peer did not use TLS, the peer's operator would find no reason in any log.
 
 Rules:
-    1. A peer that does not begin with a handshake receives an alert, which Waltz's dialers
-       recognize, and is logged. A connection without any byte is not logged.
+    1. If a peer does not begin with a handshake, the peer is logged, and receives an alert that
+       Waltz's dialers recognize. A connection without any byte is not logged.
     2. A handshake may take `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits the number and
        rate of handshakes. The answer to the ClientHello uses most of the CPU time. So a handshake
        begins only when the whole ClientHello has arrived and the queue gives it a turn.
     3. No bytes reach a connection's protocol before the handshake is done.
-    4. While a cluster switches to TLS (`tls_transition`), the port accepts a peer that does not
-       begin with a handshake, without TLS. If daemons already connect with TLS, this is logged.
+    4. While a cluster switches to TLS (`tls_transition`), the port also accepts a peer without TLS,
+       that is, a peer that does not begin with a handshake. If daemons already connect with TLS,
+       such a peer is logged.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class TlsPort:
             self._close_sockets()
             raise
         self.port = self._sockets[0].getsockname()[1]
-        # Not in a task group, like the event loop's own ports: the task ends with `close`.
+        # Like the event loop's own ports, this task is in no task group: `close` ends it.
         self._accepting = self._loop.create_task(self._accept_all(), name="tls-port")
 
     async def close(self) -> None:

@@ -7,9 +7,9 @@ supports, and both sides then use the highest common version. If a frame has ano
 version, the connection is closed.
 
 The protocols are: `H` hello, `L` client and server, `S` server and storage, `A` storage
-administration. Versions L 4 and A 0 are those of Waltz 0.13; its S 0 is not supported (decision
-043). The type numbers of all later messages start at 64, so that they never collide with those of
-0.13. Later versions add:
+administration. Versions L 4 and A 0 are those of Waltz 0.13; S 0 of Waltz 0.13 is not supported
+(decision 043). The type numbers of all later messages start at 64, so they never collide with those
+of 0.13. Later versions add:
     - L 5 and S 1: batches, acknowledgements, ranges, and the session rules of recovery
     - L 6: pipelined dependent appends (decision 017)
     - S 2: a storage reports the session in which it was last engaged

@@ -91,8 +91,8 @@ def decode_hello(payload: Buffer) -> Hello:
 def encode(message: Message, version: int) -> list[Buffer]:
     """Encode a message as a frame; return the buffers to write in order.
 
-    Some buffers belong to the message itself (rule 3). The caller must not change them until they
-    are written. Raises LocalProtocolError if this version cannot express the message.
+    Some buffers belong to the message itself (rule 3). The caller must not change these buffers
+    until they are written. Raises LocalProtocolError if this version cannot express the message.
     """
     layout = _layout_of(type(message), version)
     out = FieldWriter()

@@ -18,8 +18,9 @@ Rules:
     6. Each frame's payload has its own memory. A view of the payload stays valid as long as the
        view exists.
     7. An idle connection has no read buffer, because nearly all of a thousand connections are idle.
-       It is idle if it has received no part of the next frame, or only a part of its header. Before
-       the hello, each connection has its own read buffer of `HELLO_BYTES_MAX`.
+       A connection is idle if it has received no part of the next frame, or only a part of the
+       frame's header. Before the hello, each connection has its own read buffer of
+       `HELLO_BYTES_MAX`.
 """
 
 from dataclasses import dataclass
@@ -116,8 +117,9 @@ class Connection:
     def send(self, message: Message) -> list[Buffer]:
         """Encode a message as a frame; return the buffers to write in order.
 
-        Raises LocalProtocolError before the peer's hello has arrived, after a failure, for a frame
-        over the limit, and for a message that the agreed version cannot express.
+        Raises LocalProtocolError before the peer's hello has arrived, and after a failure. Also
+        raises it for a frame over the limit, and for a message that the agreed version cannot
+        express.
         """
         if self.version is None or self.failure is not None:
             state = "has failed" if self.failure else "has not negotiated a version yet"

@@ -1,7 +1,7 @@
-"""The layout of each kind of field in a payload: one function that writes it, one that reads it.
+"""The layout of each kind of field in a payload: a function that writes it, and one that reads it.
 
-A reader gets a view of the payload, an offset, and a list. It appends the value to the list and
-returns the offset after the field.
+A reader gets a view of the payload, an offset, and a list. The reader appends the value to the list
+and returns the offset after the field.
 
 Rules:
     1. A count is compared with the number of remaining bytes before memory is allocated for it.
@@ -55,7 +55,7 @@ class FieldWriter:
         self.small_bytes = bytearray()
 
     def finish(self) -> list[Buffer]:
-        """Return all buffers of the frame in order; the caller must add nothing afterwards."""
+        """Return all buffers of the frame in order; afterwards the frame must not be extended."""
         if self.small_bytes or not self.finished:
             self.finished.append(bytes(self.small_bytes))
         return self.finished

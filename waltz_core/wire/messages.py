@@ -162,8 +162,8 @@ TEXT_BYTES_MAX = 64 * 1024
 # The number of entries of one field that become Python objects: locks, texts, lineage, records,
 # pairs.
 ENTRIES_MAX = 64 * 1024
-# The number of headers in a filter. The server searches them in each range, or during a whole
-# mount.
+# The number of headers in a filter. The server searches these headers for each range, or during a
+# whole mount.
 FILTER_HEADERS_MAX = 1_000
 
 
@@ -339,8 +339,8 @@ class FlushResponse(ClientMessage):
 class LockFailure(ClientMessage):
     """A lock conflict rejected the append.
 
-    The ID is above the client's mark. It is the ID of the conflicting transaction or a higher ID,
-    because the lock table has only an estimate.
+    The ID is above the client's mark. The ID is that of the conflicting transaction or a higher
+    one, because the lock table has only an estimate.
     """
 
     code = 10
@@ -506,7 +506,7 @@ class AppendBatch(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AppendResult(ClientMessage):
-    """The outcome of every row of an append, sent when all of them are final.
+    """The outcome of every row of an append, sent when all rows are final.
 
     `transaction_ids` contains -1 for rejected rows. `reasons` has one byte per row
     (`RowOutcomeCode`). If a row was rejected with LOCK, `conflicting` contains the ID of the
@@ -526,10 +526,10 @@ class AppendResult(ClientMessage):
 class AppendFollowing(AppendRequest):
     """Append one transaction that may depend on appends in flight.
 
-    `session_id` is -1 if the writer has used no `Predecessors`. Otherwise it is their store
-    session, and the request's mark may be above the log's high-water mark: the writer has then
-    received the appends in flight up to this mark. If a lock rejects the append, the answer is
-    `Predecessors` where possible, otherwise an `AppendResult`.
+    `session_id` is -1 if the writer has used no `Predecessors`. If the writer has used
+    `Predecessors`, `session_id` is their store session. The request's mark may then be above the
+    log's high-water mark: the writer has received the appends in flight up to this mark. If a lock
+    rejects the append, the answer is `Predecessors` where possible, otherwise an `AppendResult`.
     """
 
     code = 83
@@ -540,7 +540,7 @@ class AppendFollowing(AppendRequest):
 
 @value(frozen=True, slots=True)
 class Predecessors(ClientMessage):
-    """A lock conflict rejected the append; `records` are the transactions that it conflicts with.
+    """A lock conflict rejected the append; `records` are the conflicting transactions.
 
     These are all transactions above the request's mark, up to `last`, that have written one of the
     request's write or read locks. `records` has their bytes as in the segment file, `lengths` the
@@ -1003,9 +1003,9 @@ class Prepared(StorageMessage):
 
     `damaged` contains pairs (first ID, last ID) of unreadable records. `engaged_session` is the
     last session that opened with this replica engaged. ZooKeeper records each session before it
-    opens. The field is -1 if there is no such session, or if the storage does not report it (S 1).
-    `start` is the last ID of the batch before the log's first record, and `start_chain` is the hash
-    chain at this ID. `start` is -2 if the storage does not support archiving (S 2).
+    opens. `engaged_session` is -1 if there is no such session or the storage does not report it (S
+    1). `start` is the last ID of the batch before the log's first record, and `start_chain` is the
+    hash chain at this ID. `start` is -2 if the storage does not support archiving (S 2).
     """
 
     code = 65
@@ -1056,9 +1056,9 @@ class SetLowWaterMark(StorageMessage):
 class Truncate(StorageMessage):
     """Truncate the log after `last_to_keep`.
 
-    `base` is the last ID of a batch, at or below `last_to_keep`: the highest one that the owner
-    knows. `base_chain` is the hash chain at `base`. The storage rejects the request if its chain at
-    `base` differs, or if `last_to_keep` is below the confirmed low-water mark.
+    `base` is the highest last ID of a batch that the owner knows at or below `last_to_keep`.
+    `base_chain` is the hash chain at `base`. The storage rejects the request if its chain at `base`
+    differs, or if `last_to_keep` is below the confirmed low-water mark.
     """
 
     code = 68
@@ -1083,8 +1083,8 @@ class Engage(StorageMessage):
 class AppendRaw(StorageMessage):
     """Append records with the same bytes as on disk: one or more whole batches (`lineage`).
 
-    `locks` is the batch's lock block (`lock_blocks.py`), which the storage keeps for the next
-    owner. It is empty if the sender does not know the locks.
+    `locks` is the batch's lock block (`lock_blocks.py`). The storage keeps the lock block for the
+    next owner. `locks` is empty if the sender does not know the locks.
     """
 
     code = 70
@@ -1114,9 +1114,9 @@ class RangeRaw(StorageMessage):
     """Read records first..last, at most about `bytes_max` bytes, but at least one batch or record.
 
     `reader`: the sender is a reader, not the owner. The storage answers a reader only while its
-    replica is engaged in the session of the prefix, and only up to the last ID that it has synced.
-    `whole_batches`, for repair and catch-up: `first` is the first ID of a batch, and the answer
-    ends at the end of a batch.
+    replica is engaged in the session of the prefix. For a reader, the answer ends at the latest at
+    the last ID that the storage has synced. `whole_batches`, for repair and catch-up: `first` is
+    the first ID of a batch, and the answer ends at the end of a batch.
     """
 
     code = 72
@@ -1136,8 +1136,8 @@ class RangeRaw(StorageMessage):
 class RangeBytes(StorageMessage):
     """Records first..first+count-1. `chain_before` is meaningful only for whole batches.
 
-    `ticket`: with record locations, the code that the storage requires before it passes an open
-    file to this reader (`record_locations.py`). It is empty without access control.
+    `ticket`: in an answer with record locations, a code. The storage passes an open file to this
+    reader only with this code (`record_locations.py`). `ticket` is empty without access control.
     """
 
     code = 73
@@ -1182,7 +1182,7 @@ class Repair(StorageMessage):
 class LineageResponse(StorageMessage):
     """The requested batches in order, and the chain before them.
 
-    If not all of them fit, the response contains the newest batches.
+    If not all batches fit, the response contains the newest ones.
     """
 
     code = 76
@@ -1291,8 +1291,8 @@ class RangeArchived(StorageMessage):
 
     The new manifest contains all batches up to `last`, where the hash chain is `chain`. `stamp_ms`
     is the commit stamp of the last batch that was written. If `manifest` is empty, nothing has
-    changed: there were not enough records yet, the object had already been replaced or, with an
-    `error`, the attempt failed.
+    changed. Either the attempt failed (with an `error`), or there were not enough records yet, or
+    the object had already been replaced.
 
     The three `unarchived_` fields describe the range that was not archived before the attempt.
     `unarchived_last` is its last ID, or -1 if the log could not be read. `unarchived_bytes` is the
@@ -1336,8 +1336,8 @@ class SetArchived(StorageMessage):
 class ResetLog(StorageMessage):
     """Delete all records. The empty log then starts after `last`, the end of the archived part.
 
-    Rejected unless the log ends before `last`. It must also be suspect, or have no confirmed
-    low-water mark above `last`.
+    The storage rejects the request unless two conditions hold. The log ends before `last`. The log
+    is suspect, or has no confirmed low-water mark above `last`.
     """
 
     code = 86
@@ -1351,8 +1351,9 @@ class ResetLog(StorageMessage):
 class CollectGarbage(StorageMessage):
     """Delete files of the archive that the recorded manifest does not list, a few per request.
 
-    The manifest ends at `last` with the hash chain `chain`. All attempts of this session below
-    `attempt` have ended (rule AR 16). The storage reports the end with `GarbageCollected`.
+    The manifest ends at `last` with the hash chain `chain`. All attempts of this session with
+    numbers below `attempt` have ended (rule AR 16). The storage reports the end with
+    `GarbageCollected`.
     """
 
     code = 87
@@ -1447,8 +1448,8 @@ class ReplaceObject(StorageMessage):
 class ArchiveProgress(StorageMessage):
     """A notification to the owner (sequence number 0): the archive attempt is still running.
 
-    While a storage works on the archive, it sends this message for each of its archive requests,
-    waiting or running.
+    While a storage works on the archive, it sends this message for each archive request that waits
+    or runs at this storage.
     """
 
     code = 89

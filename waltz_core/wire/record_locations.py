@@ -9,8 +9,8 @@ Rules:
        and there is no gap between their records.
     2. The sizes of the locations and the record lengths in the answer have the same sum.
     3. The reader requests each segment file at the storage's Unix socket. With access control, a
-       request also contains the ticket of the last answer. The socket then has another name, so
-       that older readers, which have no ticket, do not find it.
+       request also contains the ticket of the last answer. The socket then has another name. So
+       older readers, which have no ticket, do not find the socket.
 """
 
 from collections.abc import Iterable

@@ -158,9 +158,9 @@ class AsyncWaltzClient(OpenedByConnect):
 
         `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their client
         ID across restarts; a server assigns a new ID to every other client. If `partitions` is
-        given, the client appends only to these partitions, and its methods use these partitions
-        instead of all by default. A principal that has permissions for only some partitions needs
-        this argument.
+        given, the client appends only to these partitions. They are also the default of its
+        methods, instead of all partitions. A principal that has permissions for only some
+        partitions needs this argument.
 
         Raises:
             BadConfig: the connect string is wrong, or there is no cluster at its root.
@@ -183,15 +183,15 @@ class AsyncWaltzClient(OpenedByConnect):
         claim: TaskClaim | None = None,
         partitions: Iterable[int] | None = None,
     ) -> "Opening[AsyncWaltzClient]":
-        """Open a client with a given layout; it queries ZooKeeper only when partitions have moved.
+        """Open a client with a given layout; the client queries ZooKeeper only if partitions moved.
 
         Mounts use connection sequences above `connection_sequence`. If two writers have the same
         client ID, the mount with the higher connection sequence wins. `partitions` has the same
         meaning as in `connect`.
 
-        A `claim` represents one task of an exactly-once write (docs/spark.md, "Exactly once"). It
-        supplies the client ID and the connection sequence. The client opens and closes the claim
-        together with itself, and checks the claim before each mount.
+        A `claim` represents one task of an exactly-once write (docs/spark.md, "Exactly once"). The
+        claim supplies the client ID and the connection sequence. When the client opens or closes,
+        it also opens or closes the claim. It checks the claim before each mount.
         """
         settings = settings_of(config)
         directory = FixedDirectory.from_config(layout, settings)
@@ -226,8 +226,7 @@ class AsyncWaltzClient(OpenedByConnect):
             self.ids.set_identity(self.claim.identity)
             self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
-        # The only task outside the TaskGroup: it keeps the group of all other tasks open until
-        # `close`.
+        # This task is outside the TaskGroup: it keeps the group open until `close`.
         self._main_task = asyncio.get_running_loop().create_task(
             self._run_tasks(started), name="waltz-client"
         )
@@ -251,8 +250,8 @@ class AsyncWaltzClient(OpenedByConnect):
         self._check_process_and_loop()
         self._is_closed = True
         if self._close_task is None:
-            # A task outside the TaskGroup, because the client must close even if the caller is
-            # cancelled.
+            # This task is also outside the TaskGroup, because the client must close even if the
+            # caller is cancelled.
             loop = asyncio.get_running_loop()
             self._close_task = loop.create_task(
                 self._finish_and_close(self._main_task), name="waltz-client-end"
@@ -355,8 +354,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def has_pending(self) -> bool:
         """Whether the client has appends without an outcome."""
-        # NB: threads of the sync client read this while the loop adds partitions; `list` copies
-        # atomically.
+        # NB: threads of the sync client read this dict while the loop adds partitions; `list`
+        # copies it atomically.
         return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
     def pending_reason(self) -> str:
@@ -431,18 +430,18 @@ class AsyncWaltzClient(OpenedByConnect):
     async def recent_rejections(self, partition: int) -> list[Rejection]:
         """Return the newest rejected transactions of a partition, newest first.
 
-        The owner keeps at most 100 in memory, so there are none after a move of the partition.
-        Raises BadRequest if the server is older than this request.
+        The owner keeps at most 100 rejections, in memory only. A new owner starts without
+        rejections. Raises BadRequest if the server is too old for this request.
         """
         return await self.requests.recent_rejections(self._check_partition(partition))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's high-water mark.
 
-        All of these appends that are committed are at or below the mark. If the partition moved
-        during the call, another server may have committed transactions above the mark in the last
-        two seconds. For a mark that is not older than the call, use `high_water_mark(partition,
-        linearizable=True)`.
+        If an earlier append is committed, its transaction ID is not above the mark. If the
+        partition moved during the call, another server may have committed transactions above the
+        mark in the last two seconds. For a mark that is not older than the call, use
+        `high_water_mark(partition, linearizable=True)`.
         """
         partition_id = self._check_partition(partition)
         client_partition = self._partitions.get(partition_id)
@@ -466,8 +465,8 @@ class AsyncWaltzClient(OpenedByConnect):
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
         """Set the first sequence number for the appends to each partition.
 
-        Use this method, before any append, if an earlier client with the same client ID has used
-        the lower numbers.
+        If an earlier client with the same client ID has used the lower numbers, call this method
+        before any append.
         """
         for partition_id, sequence in sequences.items():
             (await self._partition(self._check_partition(partition_id))).begin_sequences(sequence)
@@ -491,12 +490,13 @@ class AsyncWaltzClient(OpenedByConnect):
 
         By default, the first lock determines the partition; without locks, partitions are used
         round-robin. The default of `client_high_water_mark` is the last transaction that this
-        client has applied or, without a feed, the last transaction that is known to be in the log.
+        client has applied. Without a feed, it is the last transaction that is known to be in the
+        log.
 
-        The future raises LockFailed (compute again from the state at its `high_water_mark`),
-        ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed out, or
-        the error that ended the stream. After OutcomeUnknown, the transaction may be in the log.
-        After any other error, it is not.
+        The future raises LockFailed, ClientAheadOfLog, TooLarge, OutcomeUnknown, another
+        Unavailable if the append timed out, or the error that ended the stream. After LockFailed,
+        compute again from the state at the error's `high_water_mark`. After OutcomeUnknown, the
+        transaction may be in the log. After any other error, it is not.
 
         With `pipelined`, the future may raise LockFailed before the conflicting transactions are
         committed. The `pipelined_state` of the error contains these transactions. Compute again as
@@ -570,12 +570,12 @@ class AsyncWaltzClient(OpenedByConnect):
         """Run a context; return a future of its transaction ID (None if `execute` returned False).
 
         `submit` makes the first attempt before it returns. If `execute` raises an exception, the
-        client passes it to `on_exception`, and the future raises it.
+        client passes the exception to `on_exception`, and the future raises the exception.
         """
         return await self.run_context(LoopContext(context))
 
     async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
-        """Run a context with methods for the event loop or for threads; `submit` calls this."""
+        """Run a context whose methods run on the loop or on threads; `submit` calls this method."""
         self._check_usable()
         partition_id = self._choose_partition(context.partition_id(self.partition_count), ())
         partition = await self._partition(partition_id)
@@ -605,8 +605,8 @@ class AsyncWaltzClient(OpenedByConnect):
         servers skip the other transactions, and this client's high-water mark advances past them.
 
         `subscribe` returns when the callbacks have returned the application's mark of each
-        partition. It raises BadRequest for a partition that already has a feed, and any exception
-        that `client_high_water_mark` raises.
+        partition. `subscribe` raises BadRequest for a partition that already has a feed. It also
+        raises any exception that `client_high_water_mark` raises.
         """
         check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data_cache)
@@ -627,10 +627,10 @@ class AsyncWaltzClient(OpenedByConnect):
     async def set_partitions(self, partitions: Iterable[int]) -> None:
         """Start and stop feeds so that the callbacks receive exactly these partitions.
 
-        The method returns when the feeds of all other partitions have stopped, their running
-        callbacks have finished, and the marks of the new partitions are known. A partition that was
-        subscribed earlier keeps its callbacks; a new partition gets the callbacks of the last
-        `subscribe`. Do not call this method in a callback.
+        The method stops the feeds of all other partitions, and waits for their running callbacks.
+        It returns when the marks of the new partitions are known. A partition that was subscribed
+        earlier keeps its callbacks; a new partition gets the callbacks of the last `subscribe`. Do
+        not call this method in a callback.
 
         Raises UsageError before the first `subscribe`, and any exception that
         `client_high_water_mark` raises.
@@ -754,7 +754,7 @@ class AsyncWaltzClient(OpenedByConnect):
         return tuple(sorted(partition_ids))
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
-        """Return the partition of an append; raises BadRequest if it is not one of the client's."""
+        """Return an append's partition; raises BadRequest if the client was opened without it."""
         own_ids = self._own_partitions
         if partition is not None:
             partition_id = self._check_partition(partition)
@@ -782,8 +782,8 @@ class AsyncWaltzClient(OpenedByConnect):
         self, partition_id: PartitionId, *, linearizable: bool
     ) -> TransactionId:
         mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
-        # The returned mark never decreases, although a server that does not know that it has lost
-        # the partition may return a lower mark.
+        # A server may have lost the partition without knowing it, and then return a lower mark. The
+        # mark that this method returns never decreases.
         highest_mark = max(mark, self._marks.get(partition_id, mark))
         self._marks[partition_id] = highest_mark
         return highest_mark

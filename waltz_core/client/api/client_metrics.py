@@ -2,8 +2,8 @@
 
 Rules:
     1. A counter never decreases, so the counts of a closed client remain.
-    2. A scrape may run on any thread, even on the loop of a client, so it must not wait. It starts
-       requests for marks, and the next scrape shows their answers.
+    2. A scrape may run on any thread, even on the loop of a client, so a scrape must not wait. It
+       starts requests for marks; the next scrape shows the answers.
     3. A forked child cannot use the clients of its parent, so it counts from 0.
 """
 
@@ -28,7 +28,7 @@ _closed_counts: Final[dict[tuple[str, int], AppendCounts]] = {}
 
 
 def _forget_clients() -> None:
-    """Forget the parent's clients (rule 3), and its lock, which another thread may have held."""
+    """Forget the parent's clients (rule 3) and the parent's lock: a thread may have held it."""
     global _lock  # noqa: PLW0603 - a lock cannot be reset
     _lock = threading.Lock()
     _open_clients.clear()

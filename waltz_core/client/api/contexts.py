@@ -1,7 +1,7 @@
 """Runs transaction contexts: execute, append, and execute again after a rejection.
 
-If a lock rejects an attempt, the attempt was computed from an old state and is discarded. The
-client applies the transactions that the attempt had not seen, and the context computes a new
+If a lock rejects an attempt, the attempt was computed from an old state, and is discarded. The
+client then applies the transactions that were missing in this state, and the context computes a new
 attempt.
 
 Rules:
@@ -10,17 +10,18 @@ Rules:
     2. A retry begins when the client has applied the conflicting transaction. If the client has no
        feed of the partition, the retry begins when the transaction is known to be in the log.
     3. Each attempt is final before the next attempt begins, so no context is in the log twice.
-    4. A context has a deadline and a limit of retries, and expires when it reaches one of them. The
-       deadline also ends an `execute` that waits on the event loop. An `execute` on a thread
-       continues after the deadline, but its result is ignored. If an attempt was already appended,
-       the context waits for its outcome beyond the deadline.
+    4. A context has a deadline and a limit of retries. It expires when the deadline has passed, or
+       when it needs a retry and no retries are left. The deadline also ends an `execute` that waits
+       on the event loop. An `execute` on a thread continues after the deadline, but its result is
+       ignored. If an attempt was already appended, the context waits for its outcome beyond the
+       deadline.
     5. With a feed, `execute` reads the state that the callbacks have computed. While the
        application has paused the partition, the callbacks apply no transactions, so no attempt
-       begins. With the log's mark, an attempt would claim to have seen transactions that the
-       callbacks have not applied.
+       begins. If an attempt used the log's mark then, it would claim to have seen transactions that
+       the callbacks have not applied.
     6. If a dependent attempt is rejected because of appends in flight, the context computes a new
-       attempt at once, as if these appends were committed. This applies to the new attempt only;
-       the callbacks do not apply these appends before they are committed.
+       attempt at once, as if these appends were committed. Only the new attempt assumes this; the
+       callbacks apply these appends only after their commit.
     7. If a context expires while its view is behind the log, the error contains the marks of the
        view and of the log.
 """
@@ -156,8 +157,7 @@ class ContextRun:
         self._began_s = loop.time()
         self._mark_at_start = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
-        # The hooks also report the error, so it is no fault if no caller retrieves it from the
-        # future.
+        # The hooks also report the error, so callers need not retrieve the error from the future.
         self.future.add_done_callback(_retrieve_exception)
         self._row: PendingRow | None = None
         # The appends in flight that the next attempt depends on; None if the context is not
@@ -288,7 +288,7 @@ class ContextRun:
     async def _retry_attempt(
         self, error: errors.WaltzError, *, wait_for: TransactionId | None
     ) -> bool:
-        """Try again when `wait_for` is applied or after a delay; False if the context has ended."""
+        """Try again after `wait_for` is applied or after a delay; return False if the run ended."""
         self._retries += 1
         limit = self._context.retries_max
         if limit is not None and self._retries > limit:
@@ -338,7 +338,7 @@ class ContextRun:
         return error
 
     async def _wait_until_applied(self, mark: TransactionId) -> None:
-        """Wait until the client has applied `mark` or knows that it is in the log (rule 2)."""
+        """Wait until `mark` is applied or, without a feed, known to be in the log (rule 2)."""
         while self._partition.has_view:
             applier = await self._partition.wait_for_feed()
             if applier is None:
@@ -367,7 +367,7 @@ class ContextRun:
     def _finish_on_close(self) -> None:
         """End the run because the client closes; report the last attempt's outcome if known."""
         row = self._row
-        # NB: when the loop ends, it cancels this task, and so the future that this task waits for.
+        # NB: an ending loop cancels this task, and thereby the future for which this task waits.
         if row is None or not row.future.done() or row.future.cancelled():
             error = errors.OutcomeUnknown(
                 "the client was closed before the outcome of the append was known"

@@ -55,7 +55,7 @@ async def tasks_of_write(connect: str, write: str) -> list[int]:
 async def end_write(
     connect: str, write: str, summary: Mapping[str, Any], *, keep_ms: int
 ) -> dict[str, Any]:
-    """Mark a write as done, with a summary. If it was already done, it keeps its first summary.
+    """Mark a write as done, with a summary. A write that is done keeps its first summary.
 
     Return the summary of the write.
 

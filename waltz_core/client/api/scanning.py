@@ -1,9 +1,9 @@
 """Reads parts of the log as one Arrow stream, for pandas, Polars and DuckDB: `WaltzClient.scan`.
 
 Rules:
-    1. The high-water marks are determined when `scan` is called, so the stream is a snapshot. It
-       has exactly the transactions from `start` to `stop` of each partition, one partition after
-       another.
+    1. The high-water marks are determined when `scan` is called, so the stream is a snapshot. The
+       stream has exactly the transactions from `start` to `stop` of each partition, one partition
+       after another.
     2. The stream reads no data before its consumer requests a batch. It keeps in memory the chunks
        of `read_range`, and one batch of at most 8,192 rows or about 8 MiB.
     3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.
@@ -59,8 +59,8 @@ class ScanColumns:
 
     Args:
         schema: the wanted columns; None for the columns of the log.
-        data_format: the format of payloads, for columns that the log does not have: a name, or a
-            serializer, `Avro` or `Protobuf`.
+        data_format: the format of payloads: a name, or a serializer `Avro` or `Protobuf`. It is
+            needed for columns that the log does not have.
         has_keys: whether the client decrypts payloads (rule 5).
 
     Raises:
@@ -159,7 +159,7 @@ class ScanColumns:
 
 
 def _format_name_and_decoder(data_format: DataFormat) -> tuple[str, Decode | None]:
-    """Return the name of a format and its decoder, which is None for a format without a schema."""
+    """Return a format's name and decoder; the decoder is None for a format without a schema."""
     if isinstance(data_format, SchemaFormat):
         return data_format.data_format, data_format.decode
     if data_format in DATA_FORMATS:
@@ -301,8 +301,8 @@ def open_scan(
             chunks = client.read_range(
                 partition, start, stop - 1, form=columns.form, replicas=sources[partition]
             )
-            # Close the range here. After an error, its traceback would keep the range open longer
-            # than the client.
+            # Close the range here. Without this call, the traceback of an error would keep the
+            # range open longer than the client.
             with closing(chunks):
                 for chunk in chunks:
                     yield from columns.batches(chunk, partition)

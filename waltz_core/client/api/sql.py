@@ -3,20 +3,19 @@
 Only this part of the client needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. Each transaction is applied once, even if several instances share a database. A batch of the
-       log's transactions is applied in one database transaction, which first moves the partition's
-       mark from the value that this instance knows to the batch's end. Only one instance can move
-       the mark. The others find that the mark has moved, and skip the transactions up to the new
-       mark.
-    2. A statement that would end the database transaction early is rejected. Otherwise changes and
-       mark would be committed separately.
-    3. A context that computes from the database reads the mark first (`reading`), so all rows that
-       it reads are at least as new as the mark.
+    1. Each transaction is applied once, even if several instances share a database. One database
+       transaction applies a batch of the log's transactions. It first moves the partition's mark
+       from the value that this instance knows to the batch's end. Only one instance can move the
+       mark. The others find that the mark has moved, and skip the transactions up to the new mark.
+    2. A statement that would end the database transaction early is rejected. Without this rule,
+       changes and mark would be committed separately.
+    3. A context that computes from the database reads the mark first (`reading`). So all rows that
+       the context reads are at least as new as the mark.
     4. If database transactions conflict, the batch is retried. If the database is unavailable, the
        view waits. Neither of these is treated as an error of a transaction of the log.
-    5. A batch that fails is rolled back and applied in halves. So an error always belongs to one
-       transaction, and the previous transactions stay applied. Batches are also halved after an
-       outage, because a database may reject a batch for its size or its duration.
+    5. A batch that fails is rolled back and applied in halves. So each error belongs to one
+       transaction, and the transactions before this one stay applied. Batches are also halved after
+       an outage, because a database may reject a batch for its size or its duration.
     6. A batch holds locks in the database, so it should take about `BATCH_TARGET_S` seconds. The
        batch size doubles or halves, depending on the duration of the last batch. This duration does
        not include the commit, which costs less per row in larger batches. At the end of the log, a
@@ -24,8 +23,8 @@ Rules:
     7. A view belongs to one log, so the cluster key is stored with each mark. If a cluster was
        restored from a backup of the view's cluster, the view may continue with the restored
        cluster. The restored cluster must have all transactions that the view has applied. Then the
-       marks of the view get its key, and no instance moves these marks for the old cluster any
-       more.
+       marks of the view get the key of the restored cluster, and no instance moves these marks for
+       the old cluster any more.
 """
 
 import logging
@@ -74,7 +73,8 @@ _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock f
 _COMMENTS_AND_LITERALS = re.compile(
     r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL
 )
-# Statements that end or begin a transaction; ROLLBACK TO and RELEASE of a savepoint do not.
+# Statements that end or begin a transaction. ROLLBACK TO and RELEASE of a savepoint are not such
+# statements.
 _TRANSACTION_END_PATTERN = re.compile(
     r"(?:^|;)\s*(COMMIT|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b)|ABORT|END|BEGIN"
     r"|START\s+TRANSACTION|PREPARE\s+TRANSACTION)\b",
@@ -87,9 +87,9 @@ T = TypeVar("T")
 class SqlCallbacks(BatchCallbacks):
     """Callbacks whose mark is stored in the application's own database.
 
-    Derive a class from it and implement `apply`, or `apply_batch` for high rates. Pass an instance
-    to `WaltzClient.subscribe`. Instances in any number of processes may share a database; they must
-    subscribe with the same `headers`.
+    Derive a class from this one and implement `apply`, or `apply_batch` for high rates. Pass an
+    instance to `WaltzClient.subscribe`. Instances in any number of processes may share a database;
+    they must subscribe with the same `headers`.
 
         class Accounts(SqlCallbacks):
             def apply(self, connection, transaction):
@@ -135,8 +135,8 @@ class SqlCallbacks(BatchCallbacks):
         _check_engine(engine)
         _check_statements(engine)
         self._create_table()
-        # SQLite permits one writer at a time; all others would poll for the lock of the database.
-        # So partitions take turns with this lock.
+        # SQLite permits one writer at a time; other writers poll for the lock of the database. So
+        # partitions take turns with a lock of this process.
         is_sqlite = engine.dialect.name == "sqlite"
         self._apply_lock: AbstractContextManager[object] = (
             threading.Lock() if is_sqlite else nullcontext()
@@ -148,8 +148,8 @@ class SqlCallbacks(BatchCallbacks):
         """Apply one transaction of the log to the database, with this connection.
 
         The method must not commit, roll back or close the connection; otherwise the client raises
-        `BadRequest` (rule 2). The client cannot detect this for calls on the driver's own
-        connection, which bypass SQLAlchemy. Savepoints (`connection.begin_nested()`) are allowed.
+        `BadRequest` (rule 2). The client cannot detect such calls on the driver's own connection,
+        because they bypass SQLAlchemy. Savepoints (`connection.begin_nested()`) are allowed.
 
         If the method raises an exception, changes and mark are rolled back, and
         `uncaught_exception` decides how to continue. The method may be called again for the same

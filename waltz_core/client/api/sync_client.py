@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from waltz_core.client.stream.appends import ReportOrder
     from waltz_core.client.stream.outcome_tracker import BatchOutcome
 
-# The maximum number of threads for `execute`, and the maximum for hooks and feeds (one for each
-# that runs). The pools are separate because a callback or a hook may wait for a context.
+# Sizes of two pools: threads for `execute`; threads for hooks and feeds, one for each that runs.
+# The pools are separate because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
 # Timeout for the tasks that are still on the loop when the client closes.
@@ -303,7 +303,7 @@ class WaltzClient:
         self._call(self._client.begin_sequences(sequences))
 
     def other_clients(self) -> set[int]:
-        """Return the client IDs of tasks of the claimed write: tasks that other runs have begun."""
+        """Return the client IDs of those tasks of the claimed write that other runs have begun."""
         claim = self._client.claim
         assert claim is not None, "for clients with a claim"
         return self._call(claim.other_clients())
@@ -453,7 +453,7 @@ class WaltzClient:
         """
         partition_ids = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
-        # Given IDs need a current mark: a server that lost the partition may return a lower one.
+        # A check of given IDs needs a current mark: a former owner may return a lower mark.
         is_given = start is not None or stop is not None
         sources = self.replica_sets(partition_ids, linearizable=is_given)
         return open_scan(self, scan_ranges_of(sources, start, stop), sources, columns)
@@ -559,8 +559,8 @@ class WaltzClient:
 class _Workers(ThreadPoolExecutor):
     """Threads for the application's code.
 
-    When the interpreter exits, worker threads accept no more calls, although an open client
-    continues until its own thread ends. These calls are cancelled, as in a closed client.
+    When the interpreter exits, an open client continues until its own thread ends, but worker
+    threads accept no more calls. Further calls are cancelled, as in a closed client.
     """
 
     is_ended = False
@@ -778,7 +778,7 @@ def _check_not_coroutine(name: str, result: object) -> None:
 
 def _converted_thread_error(error: BaseException) -> Exception:
     """Return the exception to raise in place of the application's exception on a thread."""
-    # A future does not accept these exceptions: its task would wait forever or appear cancelled.
+    # With one of these exceptions, the task of a future would wait forever or appear cancelled.
     if isinstance(error, StopIteration | CancelledError):
         return RuntimeError(f"the application raised {error!r}")
     if isinstance(error, Exception):

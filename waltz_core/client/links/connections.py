@@ -4,7 +4,7 @@ A connection carries the messages of many partitions. This module routes each me
 receiver, by request ID and partition.
 
 Rules:
-    1. A request that is not an append has a negative sequence number, so that its answer is never
+    1. A request that is not an append has a negative sequence number. So its answer is never
        mistaken for the answer to an append. Streams use numbers down to `CONTROL_SEQUENCE_MIN`;
        this file uses lower numbers.
     2. Each wait for an answer has a timeout, and fails when the connection breaks.
@@ -12,15 +12,15 @@ Rules:
        caller that started the attempt is cancelled, one of the waiting callers starts another
        attempt.
     4. Large answers use a second connection. On a shared connection, a range in transit would delay
-       every message after it. Also, a server reads no appends from a connection whose answers the
-       client does not read. Each of the two connections is opened when it is first needed
-       (docs/decisions/014).
+       every message after it. Also, while the client does not read the answers on a connection, the
+       server reads no appends from this connection. Each of the two connections is opened when it
+       is first needed (docs/decisions/014).
     5. For a 0.13 server, this module translates the messages of streams between stream and socket
        (`legacy/legacy_server_link.py`). Other requests are not translated: their senders check the
        server's version.
-    6. If a server does not answer and sends nothing, it is `silent`. It may be frozen, and its
-       partitions may have moved long before the waiting caller times out. Each silence is logged
-       once (`silent_servers.py`).
+    6. If a server does not answer and sends nothing, it is `silent`. A silent server may be frozen,
+       and its partitions may have moved long before the waiting caller times out. Each silence is
+       logged once (`silent_servers.py`).
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class ServerLink:
 
     @property
     def issues_client_ids(self) -> bool:
-        """Whether the server issues client IDs, and reads back the rows of one client ID."""
+        """Whether the server issues client IDs, and supports reads of one client's rows only."""
         return (self._link.version or 0) >= ClientIdRequest.since
 
     @property
@@ -133,7 +133,7 @@ class ServerLink:
         is_waiting: IsWaiting,
         check_ownership: OwnershipCheck,
     ) -> None:
-        """Pass messages of a partition to its stream from now on, but no answers to `request`.
+        """Pass messages of a partition to its stream from now on, except answers to `request`.
 
         `check_ownership` checks whether the server owns the partition now. Only links to a 0.13
         server use it.

@@ -1,16 +1,17 @@
-"""The directory of partitions: the owner of each partition, its address and the generation.
+"""The directory of partitions: each partition's owner, with address and generation.
 
 There are two kinds of directories, with the same interface. A service reads ZooKeeper and watches
 it. A Spark executor gets the owners from the driver (a *fixed* directory), and reads ZooKeeper only
 when these owners may be outdated.
 
 Rules:
-    1. Owners are used only when the assignment was written for exactly the live servers.
+    1. Owners are used only if the assignment was written for exactly those servers that are live
+       now.
     2. `on_change` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
     4. Callers with the same query share one answer. If the caller that has sent the query is
-       cancelled, one of the waiting callers sends it again. The ZooKeeper session of a fixed
+       cancelled, one of the waiting callers sends the query again. The ZooKeeper session of a fixed
        directory is independent of callers: it stays open until `close`.
     5. Groups of storages are read once, and again when a storage without a known group appears.
     6. A fixed directory accepts owners from any source, but only newer owners of the same cluster.
@@ -19,8 +20,8 @@ Rules:
     8. If the cluster's nodes disappear after `open`, an operator may be rebuilding them, so this is
        treated as an outage of ZooKeeper. The owners are used again only when the cluster key proves
        that the cluster is the same.
-    9. If a node cannot be decoded after `open`, this is also treated as an outage, so that streams
-       and feeds continue when the node is repaired.
+    9. If a node cannot be decoded after `open`, this is also treated as an outage. So streams and
+       feeds continue when the node is repaired.
 """
 
 import asyncio
@@ -450,7 +451,7 @@ class FixedDirectory:
         self._accept_owners(self._fallback.owners)
 
     def _accept_owners(self, owners: Mapping[PartitionId, Owner]) -> None:
-        """Accept owners from ZooKeeper once it is known to have the same cluster."""
+        """Accept owners from ZooKeeper once ZooKeeper is known to have the same cluster."""
         if self._is_open:
             self._update_owners(owners, generations_ahead=0)
 

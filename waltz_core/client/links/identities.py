@@ -4,12 +4,12 @@ Rules (decision 048, AC 9):
     1. The client requests the ID on the connection of its first mount, from the server of that
        partition. So the ID belongs to the principal of this connection.
     2. If this server is older than L 8, another server issues the ID. If no server can issue IDs,
-       the client takes an ID from ZooKeeper, which needs write access to ZooKeeper.
+       the client takes an ID from ZooKeeper, and needs write access to ZooKeeper.
     3. If a server denies an ID, the client uses a new ID for all partitions that mount from then
        on. But the client does not replace an ID that the application has set, because the
        application relies on this ID. An ID whose sequence numbers are used up is always replaced.
-    4. Requests to the same server wait for each other and share the answer. They do not delay
-       requests to other servers, because the server may be frozen.
+    4. Requests to the same server wait for each other and share the answer. Requests to other
+       servers do not wait for them, because the first server may be frozen.
 """
 
 import asyncio

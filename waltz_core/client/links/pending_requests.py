@@ -38,8 +38,8 @@ class PendingRequests:
     ) -> AnswerT:
         """Send a request and return its answer.
 
-        Raises the error that the server returns, Unreachable if it does not answer in time, and
-        RemoteProtocolError if it answers with another kind of message.
+        Raises the error that the server returns. If the server does not answer in time, raises
+        Unreachable. If it answers with another kind of message, raises RemoteProtocolError.
         """
         link = self._link
         if link.is_closed:

@@ -1,7 +1,7 @@
 """Logs servers that do not answer: once when the silence begins, and once when it ends.
 
-A client has up to two connections to a server, and connects to it repeatedly. All of these share
-one log line for one silence, with the server's address.
+A client has up to two connections to a server, and connects to it repeatedly. All these connections
+share one log line for each silence, with the server's address.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ class SilentServers:
     """The silent servers of one client, by address; each connection has a number.
 
     `mark_suspect` makes the directory read ZooKeeper, because the server's partitions may have
-    moved. If `mark_suspect` is None, no silence is logged; the doctor uses this, because it reports
-    servers that do not answer as findings. A server that becomes silent repeatedly is logged at
-    most once in `LOG_INTERVAL_S` seconds.
+    moved. If `mark_suspect` is None, no silence is logged; the doctor passes None, because it
+    reports servers that do not answer as findings. A server that becomes silent repeatedly is
+    logged at most once in `LOG_INTERVAL_S` seconds.
     """
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:

@@ -4,8 +4,8 @@ Rules:
     1. Any server can carry out an operation, and operations may be repeated
        (`cluster/write_registry.py`). The client first tries the server that has answered last. If
        this server does not answer, the client tries other servers, until the request timeout.
-    2. A client uses ZooKeeper itself only if all servers that answer are too old for these requests
-       (before L 8), and at least one server answers. The ZooKeeper session stays open until
+    2. A client uses ZooKeeper itself only if at least one server answers, and all servers that
+       answer are too old for these requests (before L 8). The ZooKeeper session stays open until
        `close`.
 """
 

@@ -62,7 +62,8 @@ class Callbacks(ABC):
         """Return the ID of the last transaction that the application has applied, -1 for none.
 
         Return `LATEST` to start at the current end of the log. By default, the method returns -1,
-        so every start applies the whole log again; state that is kept only in memory requires this.
+        so every start applies the whole log again. This default is for state that is kept only in
+        memory.
         """
         return BEFORE_FIRST
 
@@ -79,9 +80,10 @@ class Callbacks(ABC):
         """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
 
         While the data of the log is unavailable, the client calls this method repeatedly for the
-        same transaction. The client also calls it when the feed itself cannot continue, for example
-        because the log is shorter than the application's mark. `transaction_id` is then the ID
-        after the last applied one, and the client ignores the return value.
+        same transaction. The client also calls this method when the feed itself cannot continue,
+        for example because the log is shorter than the application's mark. In that case,
+        `transaction_id` is the ID after the last applied one, and the client ignores the return
+        value.
         """
         return policy_of(error)
 
@@ -117,7 +119,8 @@ class AsyncCallbacks(ABC):
         """Return the ID of the last transaction that the application has applied, -1 for none.
 
         Return `LATEST` to start at the current end of the log. By default, the method returns -1,
-        so every start applies the whole log again; state that is kept only in memory requires this.
+        so every start applies the whole log again. This default is for state that is kept only in
+        memory.
         """
         return BEFORE_FIRST
 
@@ -134,9 +137,10 @@ class AsyncCallbacks(ABC):
         """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
 
         While the data of the log is unavailable, the client calls this method repeatedly for the
-        same transaction. The client also calls it when the feed itself cannot continue, for example
-        because the log is shorter than the application's mark. `transaction_id` is then the ID
-        after the last applied one, and the client ignores the return value.
+        same transaction. The client also calls this method when the feed itself cannot continue,
+        for example because the log is shorter than the application's mark. In that case,
+        `transaction_id` is the ID after the last applied one, and the client ignores the return
+        value.
         """
         return policy_of(error)
 

@@ -10,14 +10,14 @@ predecessors.
 Rules (decision 017):
     1. The author's own state contains everything up to `base`. `predecessors` are all transactions
        above `base`, up to `mark`, that have written one of the author's locks.
-    2. If a row depends on predecessors from another mount, it is not sent: its author computes it
-       again (`outbox.py`).
-    3. If a row that depends on predecessors is lost, it is not sent again, for the same reason
+    2. If a row depends on predecessors from another mount, the row is not sent: its author computes
+       the row again (`outbox.py`).
+    3. If a row that depends on predecessors is lost, the row is not sent again, for the same reason
        (`appends.py`).
     4. The predecessors cover only the locks of the author's last rejected attempt. If the next
-       attempt has another lock, it is sent with the mark of the author's own state. It also
-       contains the session, because it was computed from transactions that may be lost with the
-       session.
+       attempt has another lock, the client sends the attempt with the mark of the author's own
+       state. The request still contains the session, because the attempt was computed from
+       transactions that may be lost with the session.
 """
 
 import struct
@@ -44,8 +44,8 @@ from waltz_core.wire.messages import Predecessors
 if TYPE_CHECKING:
     from waltz_core.encryption.envelopes import Encryption
 
-# The maximum number of predecessors that are kept from attempt to attempt. With more, the author
-# waits until they are in the log.
+# The maximum number of predecessors that are kept from attempt to attempt. If there are more, the
+# author waits until the predecessors are in the log.
 PREDECESSORS_MAX = 1_024
 CRC_BYTES: Final = 4
 _LENGTH: Final = struct.Struct(">i")
@@ -56,8 +56,8 @@ T = TypeVar("T")
 class Predecessor(NamedTuple):
     """A transaction that wrote one of the author's locks and is missing in the author's state.
 
-    The transaction is already in the log, or in flight. A transaction that depends on it enters the
-    log only if this transaction does.
+    The predecessor is already in the log, or in flight. A transaction that depends on the
+    predecessor enters the log only if the predecessor does.
     """
 
     transaction_id: TransactionId
@@ -168,8 +168,8 @@ class PipelinedState:
     ) -> "PipelinedState":
         """Return this state, extended by the predecessors that came with a rejection at `mark`.
 
-        `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
-        predecessors that do not follow the mark.
+        `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError if the
+        IDs of the predecessors are not above the mark, or not ascending.
         """
         earlier_predecessors, base_mark = (
             (self.received, self.base_mark) if self.has_received_predecessors else ((), mark)

@@ -1,12 +1,12 @@
 """The application programming model: contexts, builders, transactions and locks.
 
-These types depend on no connection, event loop or thread, so the asyncio client, the sync client,
-the SQL callbacks and the in-memory Waltz for tests share them.
+These types depend on no connection, event loop or thread. So the asyncio client, the sync client,
+the SQL callbacks and the in-memory Waltz for tests share these types.
 
 Rules:
     1. A lock is a name and a key; only its 32-bit hash is sent. Locks apply within one partition.
-    2. A context may be executed any number of times: each attempt gets a new builder with a later
-       high-water mark, and a rejected attempt is never sent again.
+    2. A context may be executed any number of times. Each attempt gets a new builder with a later
+       high-water mark; a rejected attempt is never sent again.
     3. Exactly one of `on_completion`, `on_expiration`, `on_exception` ends a context.
 """
 
@@ -119,9 +119,9 @@ class TransactionBuilder:
 
     def __init__(self, partition_id: PartitionId, client_high_water_mark: TransactionId) -> None:
         self.partition_id = partition_id
-        # The client reads this mark before `execute`, so the state that the application reads is at
-        # least as new. An application that reads its own mark and its data in one database
-        # transaction sets its own mark here.
+        # The client reads this mark before `execute`, so the application's state is at least as
+        # new. An application that reads its own mark and its data in one database transaction sets
+        # its own mark here.
         self.client_high_water_mark = client_high_water_mark
         # Only for a `pipelined` context: the transactions in flight, and the mark of its state.
         self.pipelined_state: PipelinedState | None = None
@@ -134,7 +134,7 @@ class TransactionBuilder:
         self.append_locks: tuple[int, ...] = ()
 
     def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
-        """Return the transactions that wrote this one's locks and that a state at `mark` lacks.
+        """Return the transactions above `mark` that have written one of this transaction's locks.
 
         This method is for a context that is `pipelined`. Compute from the state as if it contained
         all of the returned transactions, in the order of their IDs. Read the mark together with the
@@ -176,7 +176,7 @@ class TransactionBuilder:
         self.encryption_key_id = encryption_key_id
 
     def set_write_locks(self, locks: Iterable[int]) -> None:
-        """Set the locks that the server checks against the mark and this transaction writes."""
+        """Set the locks that this transaction writes and the server checks against the mark."""
         self.write_locks = check_locks("write", locks)
 
     def set_read_locks(self, locks: Iterable[int]) -> None:
@@ -213,7 +213,8 @@ class TransactionContext(ABC):
         """Fill in the builder. Return False if there is nothing to do; this ends the context.
 
         The client runs `execute` again, with a new builder, whenever an attempt was rejected. In
-        `AsyncWaltzClient` it may be `async`; in `WaltzClient` it runs on a worker thread.
+        `AsyncWaltzClient`, `execute` may be `async`. In `WaltzClient`, `execute` runs on a worker
+        thread.
         """
 
     # The hooks do nothing unless overridden; a context needs none of them.
@@ -234,7 +235,7 @@ class TransactionContext(ABC):
         """
 
     def on_lock_failure(self) -> None:  # noqa: B027
-        """A lock rejected an attempt; a retry begins when the conflicting one is applied."""
+        """A lock rejected an attempt; a retry begins when the winning transaction is applied."""
 
 
 def check_context(context: object) -> TransactionContext:

@@ -1,4 +1,4 @@
-"""The data of a feed's transactions: fetched in ranges, and kept until it was applied.
+"""The data of a feed's transactions: fetched in ranges, kept until the transactions are applied.
 
 The feed has only headers, because some callbacks need no data. This cache fetches data when a
 callback requests it, on the event loop or on a worker thread.
@@ -31,7 +31,7 @@ CHUNKS_KEPT_MAX: Final = 4
 PREFETCH_BYTES_MIN: Final = 64 * 1024
 # The memory for a record in addition to its bytes: its list entry, and its part of the lineage.
 RECORD_COST_BYTES: Final = 96
-# The interval at which a thread that waits for data checks that the event loop still exists.
+# While a thread waits for data, it checks at this interval that the event loop still exists.
 POLL_INTERVAL_S = 1.0
 
 

@@ -8,8 +8,8 @@ Rules:
        transaction is passed on.
     4. After the feed has ended, no transaction is passed on; a running callback finishes.
     5. A consumer of batches gets all transactions that have arrived while it applied the previous
-       batch. It also gets the mark, because a filtered feed advances past the last transaction that
-       passes the filter.
+       batch. The consumer also gets the mark, because a filtered feed advances past the last
+       transaction that passes the filter.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ assert FEED_HEADER_STRUCT.size == raw_records.FEED_HEADER_BYTES
 # maximum number in a batch.
 DELIVERY_COUNT_MAX = 256
 BATCH_MAX = 4_096
-# Slow callbacks end a run after this time, so that the mark does not lag by the whole run.
+# If callbacks are slow, a run ends after this time, so that the mark does not lag by the whole run.
 DELIVERY_S_MAX = 0.05
-# In seconds: how long the mark of a batched consumer is held back at most while no transaction
-# passes the filter. So one write of the mark covers many transactions.
+# In seconds: the maximum time for which the mark of a batched consumer is held back while no
+# transaction passes the filter. So one write of the mark covers many transactions.
 MARK_HOLD_S = 0.2
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
@@ -214,7 +214,7 @@ class Applier:
         self._range_arrived.set()
 
     async def wait_until_applied(self, mark: TransactionId) -> None:
-        """Wait until the feed is applied up to `mark`; raises Unavailable if it stops before."""
+        """Wait until the feed is applied up to `mark`; raises Unavailable if the feed stops."""
         while self._applied is None or self._applied < mark:
             if self.stopped is not None:
                 raise errors.Unavailable(

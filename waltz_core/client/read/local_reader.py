@@ -11,13 +11,13 @@ Rules:
     2. The client checks the ID, length and CRC of every record, because the storage has not read
        the record.
     3. Any problem (no storage, a short file, a wrong record) raises an exception. Then the client
-       requests the records over TCP. If the records are damaged, the storage detects this, and they
-       are repaired.
+       requests the records over TCP. If the records are damaged, the storage detects the damage,
+       and the records are repaired.
     4. Files are read and never mapped into memory. In a mapping, a disk error or a truncated file
        would end the process.
     5. One thread reads at a time, so files and buffers need no lock. If a read times out, the
-       client abandons it while its thread still runs. The client then reads no file directly until
-       this thread ends.
+       client abandons the read, but the read's thread still runs. The client then reads no file
+       directly until this thread ends.
     6. Bytes in the page cache are read on the event loop, which costs less than a thread. A thread
        reads only bytes that must come from the disk.
 """

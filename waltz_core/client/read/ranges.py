@@ -4,16 +4,16 @@ Bulk readers use this code, mainly Spark on executors without access to ZooKeepe
 detects every missing transaction and every changed bit.
 
 Rules:
-    1. Without a filter, an answer has every ID from the first to the last requested ID; otherwise
-       the reader raises an error.
+    1. Without a filter, an answer has every ID from the first to the last requested ID. If an ID is
+       missing, the reader raises an error.
     2. Every record's CRC and every length is checked before its bytes are returned. Headers alone
-       have no CRC. So a replica sends a CRC over the headers in its answer, which the reader
-       checks. A server checks headers itself.
+       have no CRC. So a replica's answer contains a CRC over its headers, and the reader checks
+       this CRC. A server checks headers itself.
     3. A request to a replica contains the session that the server named, and asks only for records
        that this session has committed. If a replica does not return these records, the reader tries
        the next replica, and finally the server. There are two exceptions:
-        - If the log begins after the first ID, the reader raises at once, because all replicas
-          would answer the same.
+        - If the log begins after the first requested ID, the reader raises an error at once,
+          because all replicas would answer the same.
         - If a replica requests a pause, the reader repeats the request after the pause, until the
           timeout.
     4. A chunk never ends in the middle of a record. The `next` of a chunk is the `first` of the
@@ -23,9 +23,9 @@ Rules:
        not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
        files (`local_reader.py`). If this fails, the replica sends the records.
-    8. A storage needs no disk to send its hello. If it sends no hello within `HANDSHAKE_TIMEOUT_S`,
-       it may be frozen, and the reader tries the next replica. For the hello of the last replica,
-       and for answers with records, the reader waits for the whole timeout.
+    8. A storage needs no disk to send its hello. A storage that sends no hello within
+       `HANDSHAKE_TIMEOUT_S` may be frozen, so the reader tries the next replica. For the hello of
+       the last replica, and for answers with records, the reader waits for the whole timeout.
     9. Reads from different IDs begin at different replicas, to distribute the load. A repeated read
        from the same ID begins at the same replica, because this replica has the data in its page
        cache.
@@ -282,7 +282,7 @@ def chunk_of_server(
 
 
 def chunk_of_records(query: RangeQuery, legacy_records: LegacyRecords) -> RangeChunk:
-    """Return the records of a 0.13 server as a chunk; they were verified when they arrived."""
+    """Return records from a 0.13 server as a chunk; the records were verified when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(
         query.form,
@@ -563,7 +563,7 @@ class ReplicaReader:
             self._link = None
 
     async def _fetch_with_retries(self, address: str, query: RangeQuery) -> RangeChunk:
-        """Read from a replica; if it requests a pause, wait, because others have limits, too."""
+        """Read from a replica. If it requests a pause, wait, because all replicas have limits."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._timeout_s
         while True:

@@ -14,7 +14,7 @@ class Rejection(NamedTuple):
     `time_ms` is the wall clock time of the server, in milliseconds since 1970 (UTC). `req_id` is
     the request ID of the rejected transaction, whose `client_id` names its client. `reason` is
     LOCK, AHEAD or TOO_LARGE. For LOCK, `conflicting` is the ID of the conflicting transaction, or a
-    higher ID if the server does not know the exact one; otherwise it is -1.
+    higher ID if the server does not know the exact one. For other reasons, it is -1.
     """
 
     time_ms: int

@@ -1,23 +1,24 @@
-"""Queries to the owner of a partition, repeated until it answers or the request times out.
+"""Queries to a partition's owner, repeated until the owner answers or the request times out.
 
-The client requests marks, flushes, ranges and data from the partition's current owner. It repeats a
-request if the server has died, no longer owns the partition, or is busy.
+The client requests marks, flushes, ranges and data from the partition's current owner. The client
+repeats a request if the server has died, no longer owns the partition, or is busy.
 
 Rules:
     1. Queries change nothing, so they may be sent any number of times.
     2. After a retriable error, the client reads the owner from ZooKeeper again and retries. The
-       delay doubles each time, unless the server states one. When the request timeout has passed,
-       the client raises the last error. If the last attempt began shortly before the timeout, its
-       error says little, so the client raises the error of the previous attempt.
+       delay doubles each time, unless the server states a delay. When the request timeout has
+       passed, the client raises the last error. If the last attempt began shortly before the
+       timeout, its error is not informative. Then the client raises the error of the previous
+       attempt.
     3. A read also works without nearby replicas. So if the groups cannot be read, no replica is
        treated as nearby.
-    4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). It cannot confirm
-       that its mark is not stale, so the client checks this in ZooKeeper. If the server owned the
-       partition before and after its answer, no other server has committed a transaction up to
-       then.
+    4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). Such a server
+       cannot confirm that its mark is not stale, so the client checks the partition's owner in
+       ZooKeeper. If the server owned the partition both before and after its answer, no other
+       server has committed a transaction up to this answer.
     5. If a partition moves while a query waits for the former owner, the query is sent to the new
-       owner. The former owner may be frozen or on a dead host, so that it would not answer before
-       the timeout.
+       owner. The reason is that the former owner may be frozen or on a dead host, and not answer
+       before the timeout.
 """
 
 import asyncio
@@ -53,9 +54,9 @@ _log = logging.getLogger(__name__)
 
 # Answers that use the second connection (connections.py, rule 4).
 _LARGE_ANSWERS = (messages.RangeData, messages.TransactionDataResponse)
-# A 0.13 server that does not own the partition (yet) never answers these requests, so they are sent
-# again after a timeout. The timeout of a flush is longer, because it may have to wait for appends
-# in flight.
+# If a 0.13 server does not own the partition (yet), it never answers these requests. So the client
+# sends them again after a timeout. The timeout of a flush is longer, because it may have to wait
+# for appends in flight.
 LEGACY_ANSWER_TIMEOUT_S: dict[type[ClientMessage], float] = {
     messages.HighWaterMarkResponse: 1.0,
     messages.FlushResponse: 5.0,
@@ -301,8 +302,8 @@ class OwnerRequests:
     async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
         """Request that archived objects expire; if this returns False, repeat the call.
 
-        Whole objects expire: those with IDs below `before`, or with commit times before
-        `before_ms`. 0 disables a condition.
+        Whole objects expire. An object expires if all its IDs are below `before`, or if all its
+        commit times are before `before_ms`. 0 disables a condition.
 
         Raises:
             BadRequest: no part of the partition is archived.
@@ -398,8 +399,8 @@ class OwnerRequests:
             )
             if chunk.next > query.first:
                 return chunk
-            # The server may have lost the partition without knowing it, so that newer transactions
-            # are missing there.
+            # The server may have lost the partition without knowing it. Then newer transactions are
+            # missing there.
             if await self.high_water_mark(partition_id, linearizable=True) < query.first:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)

@@ -1,8 +1,7 @@
 """Counts of the appends of one partition of a client, for its metrics.
 
 Rules:
-    1. The counts only increase. They are changed on the loop of the client, and may be read on any
-       thread.
+    1. The counts only increase. The client's loop changes the counts; any thread may read them.
     2. Most clients export no metrics, so counting must be cheap: the rows of a submission are
        counted together, with the time of the first row.
 """

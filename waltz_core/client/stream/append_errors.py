@@ -1,12 +1,12 @@
 """Maps each error of an append to its meaning for the rows: in the log, not in the log, or unknown.
 
 If this table wrongly listed an error as a rejection, the client would append rows twice, or report
-rows as failed that are in the log.
+committed rows as failed.
 
 Rules:
-    1. Only two kinds of errors are rejections: errors that the server returns before it has stored
-       any row, and errors that it returns after the next session has settled the outcome of the
-       rows.
+    1. Only two kinds of errors are rejections. The server returns the first kind before it has
+       stored any row. It returns the second kind after the next session has settled the outcome of
+       the rows.
     2. After an error that is not in the table, the rows are in doubt until the client has read the
        log.
 """

@@ -7,16 +7,16 @@ Rules:
     1. The window (the limit of appends in flight) counts every row from `append` until its outcome
        is reported. When the limit is reached, callers wait in order. No row is dropped.
     2. Rows are sent in the order in which they were appended.
-    3. If a row of `append` is known not to be in the log, for a temporary reason, the client sends
-       the row again until its deadline, because the row is still valid. A row that a lock has
-       rejected and a pipelined dependent append are never sent again.
-    4. Rule 2 also holds for rows that are sent again (held rows). They wait until every submission
-       that was in flight with them has its outcome. All rows and batches that were appended since
-       then wait for the held rows. If the stream has not sent a submission yet, it returns this
-       submission as lost, so that its rows are also held
+    3. If a row of `append` is known not to be in the log, for a temporary reason, the row is still
+       valid. So the client sends the row again until its deadline. A row that a lock has rejected
+       and a pipelined dependent append are never sent again.
+    4. Rule 2 also holds for rows that are sent again (held rows). The held rows wait until every
+       submission that was in flight with them has its outcome. Rows and batches that were appended
+       later wait for the held rows. If a submission waits in the stream and was not sent yet, the
+       stream returns it as lost, so that its rows are also held
        (`outcome_tracker.Submission.keeps_order`).
-    5. A wait for earlier appends (a flush) does not include later appends. Otherwise it might never
-       end.
+    5. A wait for earlier appends (a flush) does not include later appends, because it might then
+       never end.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ from waltz_core.wire.messages import RowOutcomeCode
 
 # Up to this number, rows are sent as single appends; more rows are cheaper as one Arrow batch.
 SINGLES_MAX = 8
-# While at least this many submissions are in flight, rows are gathered until one of the submissions
-# has its outcome, or a new submission is full. So under load, many small writers share a frame.
-# Without load, no row waits.
+# While at least this many submissions are in flight, rows are gathered. They are sent when one of
+# the submissions has its outcome, or when a new submission is full. So under load, many small
+# writers share a frame. Without load, no row waits.
 UNANSWERED_SUBMISSIONS_MIN = 1
 # The maximum time for which rows are gathered, in seconds. For a contended lock, the server delays
 # the rejection of a row, and other rows must not wait for this answer.
@@ -134,7 +134,7 @@ class PendingRow:
     def set_pipelined_state(
         self, pipelined_state: PipelinedState, mark: TransactionId | None
     ) -> None:
-        """Make the row depend on appends in flight; `mark` is the mark of its state, if known."""
+        """Make the row depend on appends in flight; `mark` is the mark of the state, if known."""
         if mark is None and pipelined_state.has_received_predecessors:
             mark = pipelined_state.base_mark
         mark = self.mark if mark is None else mark
@@ -189,8 +189,8 @@ class AppendWindow:
         try:
             await future
         except asyncio.CancelledError:
-            # NB: this caller is cancelled. Callers after it may need less space than this one, and
-            # it may take long until space is released again.
+            # NB: this caller is cancelled. Later callers may need less space than this one, and it
+            # may take long until space is released again.
             if self._waiting.pop(future, None) is not None:
                 self.release(0, 0)
             elif not future.cancelled():
@@ -339,8 +339,8 @@ class Appends:
         order: ReportOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch that has reserved its space in the window; return its future."""
-        # NB: read the count now. The writer may process a loss while the batch waits, but then it
-        # has appended the batch before, and the batch must be reported LOST.
+        # NB: read the count now. The writer may process a loss while the batch waits. But the
+        # writer has appended the batch before that, so the batch must be reported LOST.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         if self._tracer is not None:
@@ -495,7 +495,8 @@ class Appends:
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail all appends with this error: no further answers will arrive."""
         rows = [*self._held_rows, *self._gathered]
-        # Clear these first. Otherwise rows that wait for a submission would be sent when it fails.
+        # Clear these first. Without this, rows that wait for a submission would be sent when this
+        # submission fails.
         self._held_rows, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._submissions):
             self.on_rejected(token, error)

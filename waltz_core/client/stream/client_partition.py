@@ -4,13 +4,13 @@ The stream is a state machine without futures, sockets or ZooKeeper. This driver
 effects of the stream. Each partition has its own driver.
 
 Rules:
-    1. Effects are performed in order and never wait. An effect that takes time becomes a task,
-       which posts its outcome as an event.
-    2. When a stream ends, every caller that waits for it gets its error.
+    1. Effects are performed in order and never wait. An effect that takes time becomes a task. The
+       task posts its outcome as an event.
+    2. When a stream ends, every caller that waits for the stream gets the stream's error.
     3. The mark that the application has applied is kept as long as the client exists, even while
        the partition is paused or unsubscribed. During this time the application's state does not
-       change. With the log's mark instead, its transactions would claim to have seen newer
-       transactions.
+       change. If its transactions contained the log's mark instead, they would claim to have seen
+       newer transactions.
 """
 
 import asyncio
@@ -152,7 +152,7 @@ class ClientPartition:
 
     @property
     def has_view(self) -> bool:
-        """Whether the application has or had a feed of this partition, so has a view (rule 3)."""
+        """Whether the application has a view of this partition: it has or had a feed (rule 3)."""
         return self.is_starting or self._applied_mark is not None or self._applier is not None
 
     @property
@@ -185,8 +185,8 @@ class ClientPartition:
     def mark(self) -> TransactionId:
         """The high-water mark for a transaction that the application computes now.
 
-        If the application ever had a feed, this is the mark that it has applied (rule 3). Otherwise
-        it is the highest known mark of the log.
+        If the application ever had a feed, this is the mark that the application has applied (rule
+        3). If it never had a feed, this is the highest known mark of the log.
         """
         return self.stream.high_water_mark if self._applied_mark is None else self._applied_mark
 

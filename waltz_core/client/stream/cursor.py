@@ -3,9 +3,9 @@
 A feed continues over any number of mounts, without a missing transaction.
 
 Invariants:
-    1. No transaction is missing: each range that is passed on starts after the previous one;
-       overlaps are cut off. A range of a filtered feed also covers the transactions that do not
-       pass the filter.
+    1. No transaction is missing: each range that is passed on starts right after the previous
+       range; overlaps are cut off. A range of a filtered feed also covers the transactions that do
+       not pass the filter.
     2. While the application is too far behind the received transactions, no more are requested.
 """
 
@@ -28,8 +28,8 @@ class FeedCursor:
         self.is_started = False
         # The application headers to feed; empty for all.
         self.header_values: tuple[int, ...] = ()
-        # Whether the server waits for the next request: the last grant is used up, or none was
-        # requested.
+        # Whether the server waits for the next request: it has sent all that was requested, or
+        # nothing was requested yet.
         self.is_suspended = False
         # Whether no request was sent because the application was too far behind. Then the end of
         # the log is not known.

@@ -1,7 +1,7 @@
 """Submissions that wait to be sent on one partition, in order, each until its deadline.
 
-A submission in the outbox was never sent. So if it times out, its rows are not in the log. In
-contrast, if a sent submission (in the outcome tracker) times out, its outcome is unknown.
+A submission in the outbox was never sent. So if the submission times out, its rows are not in the
+log. In contrast, if a sent submission (in the outcome tracker) times out, its outcome is unknown.
 
 Rules:
     1. First in, first out; deadlines never decrease.

@@ -1,8 +1,8 @@
 """The outcome tracker: the appends in flight on one partition, and their outcomes.
 
 If an application receives a wrong outcome, it loses a transaction or appends it twice. So this file
-combines all evidence: answers of the server, the feed, and headers that the client *reads back*
-from the log after a connection has broken.
+combines all evidence: answers of the server, the feed, and headers of the log. The client *reads
+back* these headers after a connection has broken.
 
 Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in the order
@@ -46,8 +46,8 @@ from waltz_core.wire.messages import (
     RowOutcomeCode,
 )
 
-# The arrays for a row that a lock has rejected. They are created once, because no code writes to
-# outcomes.
+# The arrays for a row that a lock has rejected. The arrays are created once, because no code writes
+# to outcomes.
 _NO_ID_ARRAY: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
 _LOCK_ARRAY: Final = np.full(1, RowOutcomeCode.LOCK, dtype=np.uint8)
 _NO_ID_ARRAY.flags.writeable = _LOCK_ARRAY.flags.writeable = False
@@ -314,8 +314,8 @@ class OutcomeTracker:
     def note_mount_mark(self, mark: TransactionId) -> None:
         """Note that a mount has succeeded at `mark`.
 
-        This proves that all rows which were sent earlier are final. Those that are in the log have
-        IDs up to `mark`.
+        The mount proves that all rows that were sent earlier are final. If such a row is in the
+        log, its ID is at most `mark`.
         """
         for pending in self._pending.values():
             if pending.mount_mark is None:
@@ -335,7 +335,7 @@ class OutcomeTracker:
         return (first, last) if first <= last else None
 
     def in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
-        """Return final submissions with rows in doubt that may be below the log's first ID."""
+        """Return final submissions whose rows in doubt may be below the log's first ID."""
         return [
             pending
             for pending in self

@@ -10,25 +10,25 @@ doubt.
                +-- WAITING (back-off) <+---------+
 
 Invariants:
-    1. Appends are sent only in the phase READY. In this phase, the client is mounted, the answer to
-       the mount has proven that all older appends are final, and rows in doubt were settled by
-       reading the log.
+    1. Appends are sent only in the phase READY. In this phase, the client is mounted. The answer to
+       the mount has proven that all older appends are final. Rows in doubt were settled by reading
+       the log.
     2. The generations of mounts never decrease. A server may have lost the partition without
        knowing it, so a mount in an older generation proves nothing about a later owner.
     3. A mount whose mark is below a known mark is not trusted.
     4. The connection sequences of links increase, so that the newest link fences all others. A link
        with an append that was never answered is not mounted again. The server fences between
-       connections, so the new mount would not fence requests that are still queued on the same
-       link.
+       connections. So a new mount on the same link would not fence requests that are still queued
+       on this link.
     5. The sequence number of an appended row is never used again, whatever the row's outcome is.
     6. No transaction of the feed is missing: each accepted part starts right after the previous
        one.
-    7. If a feed is far behind, the client does not request it from the server, because the server
-       would send all of it at once. Instead, the driver reads the transactions after `FeedLagging`,
-       as fast as the application applies them.
-    8. Submissions with `keeps_order` do not overtake each other. When one of them is reported lost,
-       all of them that still wait are reported LOST, too. After this report, the stream sends only
-       those that were appended later.
+    7. If a feed is far behind, the client does not request the feed from the server, because the
+       server would send the whole feed at once. Instead, the stream emits `FeedLagging`. Then the
+       driver reads the transactions, as fast as the application applies them.
+    8. Submissions with `keeps_order` do not overtake each other. When one such submission is
+       reported lost, all such submissions that still wait are reported LOST, too. The stream then
+       sends only those that are appended after this report.
     9. After a rejection with `retry_after_ms`, the next mount begins at the earliest after this
        time.
 """
@@ -652,7 +652,7 @@ class PartitionStream:
     def _report_rejection(
         self, submission: Submission, rejection: errors.WaltzError, effects: list[Effect]
     ) -> None:
-        """Report why a submission is not sent; if it is too large, `Appends` splits it."""
+        """Report why a submission is not sent. `Appends` splits a submission that is too large."""
         effects.append(SubmissionRejected(submission.token, rejection))
         if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
             lost_outcome = BatchOutcome.all_rejected(
@@ -697,7 +697,7 @@ class PartitionStream:
     def _on_id_denied(
         self, error: errors.ClientIdDenied, now_ms: int, effects: list[Effect]
     ) -> None:
-        """Mount again with another client ID; rows in doubt can be read back only with this ID."""
+        """Use another client ID. Rows in doubt could be read back only with the denied ID."""
         self._is_id_denied = self.needs_client_id = True
         self.failure = str(error)
         for pending in list(self._tracker):

@@ -9,8 +9,8 @@ Rules:
        the log's lineage. If they differ, the feed came from a different log, and must not continue.
        If the log begins after this batch, there is no chain hash to compare with.
     3. If rows in doubt may be below the start of the log, their outcome is unknown.
-    4. A server of L 8 returns only the headers of this client's own rows, because the principal may
-       have the permission to append, but not to read.
+    4. A server of L 8 returns only the headers of this client's own rows. The reason is that the
+       principal may have the permission to append, but not to read.
 """
 
 from waltz_core.client.stream.outcome_tracker import OutcomeTracker

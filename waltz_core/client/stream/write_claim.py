@@ -1,6 +1,6 @@
 """The claim of one attempt of a task in an exactly-once write.
 
-A client that writes for an attempt of a task checks before each mount that no later attempt has
+Before each mount, a client that writes for an attempt of a task checks that no later attempt has
 begun. In all other respects, it is a normal client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
@@ -11,9 +11,9 @@ Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
        before each mount, after the generation for the mount was read. If the generation has changed
        since, the server rejects the mount.
     3. After a write is finished, no row is appended: `is_done` is true.
-    4. Normally the Spark driver begins a write, and a task that finds no write stops, because the
-       write is over. The tasks of a series (a stream's micro-batches) begin their write themselves,
-       because no driver does.
+    4. Normally the Spark driver begins a write. If a task then finds no write, the write is over,
+       and the task stops. The tasks of a series (a stream's micro-batches) begin their write
+       themselves, because no driver does.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Checks an append when it leaves its lane: mount, generation, size, checksum, format.
 
-These checks come before the validation of locks. They implement rules 1 and 4 of `pipeline.py`:
-when a client mounts again, the appends of its older mount are rejected.
+These checks come before the validation of locks. The checks implement rules 1 and 4 of
+`pipeline.py`: when a client mounts again, the appends of its older mount are rejected.
 """
 
 from waltz_core.errors import WaltzError
@@ -36,7 +36,7 @@ class Admission:
         return None
 
     def try_admit(self, pending: PendingSingle, out: list[AppendOutcome]) -> bool:
-        """Check a single append; if it may not be validated, answer it and return False."""
+        """Check a single append. If the append may not be validated, answer it and return False."""
         message = pending.message
         reason = self.invalid_mount_code(pending)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
@@ -52,7 +52,7 @@ class Admission:
         return True
 
     def try_decode(self, pending: PendingBatch, out: list[AppendOutcome]) -> bool:
-        """Decode a batch, unless already decoded; if it is invalid, answer it and return False."""
+        """Decode a batch, unless it was decoded; answer an invalid batch and return False."""
         if pending.message is not None:
             try:
                 pending.open(decode_batch(pending.message, self._limits))

@@ -6,7 +6,7 @@ Rules:
     1. A request is answered once, and then leaves its flush group (the requests that a flush waits
        for). When all requests of a group have left, the waiting flushes are notified.
     2. A client treats AHEAD (its mark is above the log's) as final, so a replaced server must not
-       report it. `ConfirmAheadOfLog` first requests a confirmation by a quorum that the session in
+       report it. `ConfirmAheadOfLog` first requests a confirmation by a quorum: the session in
        which the row was validated is still the newest. Without this confirmation the answer is
        NOT_MOUNTED, so that the client mounts again.
 """
@@ -99,8 +99,8 @@ class Completions:
         for pending in rejected:
             assert pending.reason is RowOutcomeCode.LOCK
             self._counters.rejected[RowOutcomeCode.LOCK] += 1
-            # Record it before `reject_for` sets the outcome, because the conflicting transaction
-            # may be in flight (recent_rejections.py, rule 2).
+            # Record the rejection before `reject_for` sets the outcome, because the conflicting
+            # transaction may be in flight (recent_rejections.py, rule 2).
             self._rejections.add(pending)
             answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
             if answer is None:

@@ -4,14 +4,14 @@ Only this module decides about fairness between clients. A client that floods th
 its own lane. A client with few requests never waits for more than one request of each other client.
 
 Rules:
-    1. Within a lane, requests are taken in the order of arrival, so a client's appends enter the
-       log in the order in which it sent them.
+    1. Within a lane, requests are taken in the order of arrival. So a client's appends enter the
+       log in the order in which the client sent them.
     2. The lane that was served least goes first. To measure this, each lane has a clock that
-       advances by the number of bytes taken from the lane, and the lane with the lowest clock is
-       next. When an empty lane gets a request, its clock starts at the clock of the lane served
-       last. So an idle lane does not accumulate turns.
-    3. A large request may be taken in parts. It stays at the head of its lane until its last part
-       is taken. The clock advances for each part separately.
+       advances by the number of bytes taken from the lane. The lane with the lowest clock is next.
+       When an empty lane gets a request, its clock starts at the clock of the lane served last. So
+       an idle lane does not accumulate turns.
+    3. A large request may be taken in parts. The request stays at the head of its lane until its
+       last part is taken. The clock advances for each part separately.
     4. While large requests have to wait, lanes with a small request at their head are served first.
 """
 
@@ -88,7 +88,7 @@ class Lanes(Generic[WaitingT]):
         return len(self._lanes)
 
     def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
-        """Whether the lanes are full, and this connection has used its share of their bytes."""
+        """Whether the lanes are full and this connection has used its share of all bytes."""
         if self.queued_bytes + cost_bytes <= limit:
             return False
         return self.queued_bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)
@@ -129,7 +129,7 @@ class Lanes(Generic[WaitingT]):
         return item
 
     def charge_part(self, part_bytes: int) -> None:
-        """Charge the next lane for a part of its request, which stays at its head (rule 3)."""
+        """Charge the next lane for a part of its request; the rest stays at the head (rule 3)."""
         lane = self._take_lane(with_large=True)
         assert lane is not None
         item = lane.items[0]

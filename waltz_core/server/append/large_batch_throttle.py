@@ -6,15 +6,16 @@ latency of all other appends. The limit applies to the whole server, over all it
 
 Rules:
     1. If all clients send large batches, or all send small requests, the throttle delays nothing.
-    2. The server is *shared* for `SHARED_MS` after a small request of one client was taken shortly
-       after a large request of another client. While the server is shared, large requests are sent
-       in pieces, one piece at a time. After each piece there is a pause: the time that the piece
-       took, multiplied by a factor.
+    2. If a small request of one client is taken shortly after a large request of another client,
+       the server is *shared* for the next `SHARED_MS`. While the server is shared, large requests
+       are sent in pieces, one piece at a time. After each piece there is a pause: the time that the
+       piece took, multiplied by a factor.
     3. The factor is adjusted so that small requests stay nearly as fast as without large batches.
        The *baseline* is the 99th percentile of their latency while the server is not shared. If a
        small request coincides with a piece and takes more than a fifth longer than the baseline,
-       the factor rises. Any other small request lowers the factor a little. In equilibrium, one
-       request in two hundred makes the factor rise. With idle CPUs the factor falls to its minimum.
+       the factor rises. Any other small request that coincides with a piece lowers the factor a
+       little. In equilibrium, one such request in two hundred makes the factor rise. With idle CPUs
+       the factor falls to its minimum.
     4. Every wait has a limit, and so has each pause. If the session of a piece ends, the piece
        never becomes final. The throttle then forgets the piece, together with the other appends in
        flight of its partition.
@@ -38,7 +39,7 @@ PAUSE_FACTOR_INCREASE: Final = 1.5
 PAUSE_FACTOR_DECREASE: Final = PAUSE_FACTOR_INCREASE ** (-1 / 199)
 # The accepted latency of a small request that coincides with a piece, as a multiple of the
 # baseline. The client's latency grows more, because the client also waits for the answer. With this
-# factor it stays below twice its normal value.
+# factor, the client's latency stays below twice its normal value.
 SLOWDOWN_FACTOR: Final = 1.2
 # How long a baseline stays valid. After this time, requests that coincide with no piece update it,
 # even while the server is shared.

@@ -1,15 +1,15 @@
 """The mounts of a partition: which connection of each client may append, and which are fenced.
 
-If the connection of a client breaks, the client mounts again to learn the outcome of its appends,
-and may then send them again. This is safe only if no append that was sent on an older connection
-can still enter the log. To ensure this, this module keeps a *fence* for each client: the highest
-connection sequence of its mounts.
+If the connection of a client breaks, the client mounts again to learn the outcome of its appends.
+Then the client may send these appends again. This is safe only if no append that was sent on an
+older connection can still enter the log. To ensure this, this module keeps a *fence* for each
+client: the highest connection sequence of its mounts.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
     1. For each client, only the connection with the highest sequence may append, for the whole
-       generation. This rule holds even after that connection was closed, and when the server has
-       released the partition and owns it again in the same generation. A mount with an equal
-       sequence is accepted only on the same connection.
+       generation. This rule holds even after that connection was closed. It also holds when the
+       server has released the partition and owns it again in the same generation. A mount with an
+       equal sequence is accepted only on the same connection.
     2. Appends are accepted from the answer to the mount on, not from its request on.
     3. The fences of at most `limit` disconnected clients are remembered. Above this limit, the
        client that disconnected first is forgotten. So a fence can fail only after `limit` other
@@ -91,8 +91,8 @@ class Mounts:
         self._limit = limit
         self._mounts: dict[ClientId, _MountEntry] = {}
         self._clients_by_connection: dict[ConnectionId, list[ClientId]] = {}
-        # Fences of disconnected clients: the highest sequence, and the principal. The client that
-        # disconnected first is the first one.
+        # Fences of disconnected clients: the highest sequence, and the principal. The dict begins
+        # with the client that disconnected first.
         self._disconnected_clients: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
         self._mount_numbers = count(1)
 

@@ -17,10 +17,10 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        after `SessionSettled`.
     4. A lost row ends its client's mount, because later appends of the client must not overtake the
        row.
-    5. All small requests of one turn are sent to the store as one batch, so that they share a
-       quorum round. A large request is sent alone, so that no small request waits for its bytes.
-       While the server is shared (`large_batch_throttle.py`), a large request is sent in pieces,
-       and small requests of other clients take turns in between.
+    5. All small requests of one turn are sent to the store as one batch, and share a quorum round.
+       A large request is sent alone, so that no small request waits for its bytes. While the server
+       is shared (`large_batch_throttle.py`), a large request is sent in pieces, and small requests
+       of other clients take turns in between.
     6. IDs in flight are consecutive, starting after the high-water mark.
     7. Rule 1 applies to each piece of a large request. When the mount or the generation has ended,
        the rest of the request is rejected; validated rows keep their outcome. If a piece is lost
@@ -33,8 +33,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     10. A dependent append (`dependent_appends.py`) is validated as if its predecessors were in the
         log. If the predecessors were not in flight in this same session, the append is rejected.
         While a batch is in flight, admitted dependent appends are gathered, and submitted when this
-        batch is committed. But if other writers wait at that time, the gathered appends are not
-        submitted before `GATHER_MS` have passed since the submission of this batch.
+        batch is committed. But if other writers wait at that time, the gathered appends are
+        submitted at the earliest `GATHER_MS` after the submission of this batch.
 """
 
 from collections.abc import Iterable
@@ -171,10 +171,10 @@ class AppendPipeline:
         """A session has opened and earlier sessions are settled: accept appends from now on.
 
         `last`: appends of earlier sessions are in the log up to this ID. `follows_own_session`: no
-        other owner can have written since the previous session. Otherwise, all locks count as
-        written at the high-water mark until `lock_loader` has queried the storages. `stamp_ms` is
-        the log's last commit stamp, because the clock of this server may be behind that of the last
-        owner.
+        other owner can have written since the previous session. If another owner can have written,
+        all locks count as written at the high-water mark until `lock_loader` has queried the
+        storages. `stamp_ms` is the log's last commit stamp, because the clock of this server may be
+        behind that of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -225,7 +225,7 @@ class AppendPipeline:
         return out
 
     def hold_submissions(self) -> None:
-        """Submit nothing more in this session, so that it can end without appends in flight."""
+        """Submit no more appends, so that the session can end without appends in flight."""
         self._are_submissions_held = True
 
     def on_session_closed(
@@ -256,7 +256,7 @@ class AppendPipeline:
         self._dependent_appends.on_session_closed()
         out: list[AppendOutcome] = []
         queued: list[PendingAppend] = []
-        # By identity, because a request may have rows in several batches and in its lane.
+        # Keyed by `id`, because a request may have rows in several batches and in its lane.
         appends_in_doubt: dict[int, PendingAppend] = {}
         for lost_batch in self._in_flight.pop_lost_batches()[0]:
             for pending in lost_batch.appends:
@@ -580,7 +580,7 @@ class AppendPipeline:
         )
 
     def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
-        """A batch with rows of this request is final: answer the request if all its rows are."""
+        """A batch with rows of a request is final. Answer the request if all its rows are final."""
         if isinstance(pending, PendingBatch):
             pending.in_flight_count -= 1
         self._completions.answer_if_final(pending, out)

@@ -4,12 +4,14 @@ These rejections show operators which requests were rejected, and because of whi
 
 Rules:
     1. A rejection is recorded only if the server would reject the same row again: LOCK, AHEAD and
-       TOO_LARGE. It is recorded when the server answers the append, so its outcome is final.
+       TOO_LARGE. The rejection is recorded when the server answers the append, so its outcome is
+       final.
     2. When an append is answered with LOCK, the conflicting transaction is usually committed. But
-       for a dependent append (`dependent_appends.py`) this transaction may be in flight. Such an
-       entry is listed only after the commit, and dropped if the transaction is lost.
-    3. The entries are in this server's memory only. The server drops them when it releases the
-       partition, and the next owner starts without entries.
+       for a dependent append (`dependent_appends.py`) this transaction may be in flight. In this
+       case, the entry is listed only after the transaction is committed, and dropped if the
+       transaction is lost.
+    3. The entries are in this server's memory only. The server drops the entries when it releases
+       the partition, and the next owner starts without entries.
     4. An append without a rejection has no cost.
 """
 
@@ -66,7 +68,8 @@ class RecentRejections:
     """
 
     def __init__(self) -> None:
-        # By append, because a batch has many rows: `newest_first` creates the entries of the rows.
+        # Stored by append, because a batch has many rows. `newest_first` creates the entries of the
+        # rows.
         self._appends: deque[_AppendRejections] = deque()
         self._row_count = 0
         self.wall_ms = 0
@@ -98,7 +101,7 @@ class RecentRejections:
     def drop_lost(self, last: TransactionId) -> None:
         """Drop the rows rejected for transactions above `last`, which are lost (rule 2).
 
-        All of them are single appends, because a batch is answered when its conflicts are final.
+        All lost rows are single appends, because a batch is answered when its conflicts are final.
         """
         kept_appends = deque(append for append in self._appends if max(append.conflicts) <= last)
         self._appends, self._row_count = (

@@ -3,10 +3,10 @@
 Without dependent appends, every attempt on a contended lock waits for the disks. With dependent
 appends, a rejected writer receives its predecessors (the admitted transactions that the writer has
 not seen) before these are durable. The writer computes its transaction again. The new transaction
-is admitted after its predecessors, and is lost if one of them is lost.
+is admitted after its predecessors. If a predecessor is lost, the new transaction is lost, too.
 
 Rules (decision 017):
-    1. Only rejections wait here. They are final: a rejected append is never admitted.
+    1. Only rejections wait here. The rejections are final: a rejected append is never admitted.
     2. The answer contains the predecessors. These are all admitted transactions above the writer's
        mark that have written one of the locks of the writer's append. If the predecessors are not
        known, or are over the limit, the answer contains none of them.
@@ -33,9 +33,9 @@ from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 # The limits of the admitted transactions that are remembered, in number and bytes.
 REMEMBERED_COUNT_MAX: Final = 1_024
 REMEMBERED_BYTES_MAX: Final = 4 << 20
-# The minimum interval between batches while writers wait. To gather appends costs nothing: a sync
-# of eight transactions takes as long as a sync of one, and the next dependent append does not wait
-# for the sync.
+# The minimum interval between batches while writers wait. Gathering costs nothing. A sync of eight
+# transactions takes as long as a sync of one, and the next dependent append does not wait for the
+# sync.
 GATHER_MS: Final = 5
 # The limits of the predecessors in one answer, in number and bytes.
 PREDECESSORS_COUNT_MAX: Final = 64
@@ -163,9 +163,9 @@ class DependentAppends:
         """A session accepts appends.
 
         Dependent appends are possible only if `session_id` is higher than the IDs of all earlier
-        sessions of this process. Otherwise predecessors from an earlier session with the same ID
-        would be mistaken for transactions in flight in this session. The IDs repeat only if
-        ZooKeeper's data was restored from a backup.
+        sessions of this process. Without this condition, predecessors from an earlier session with
+        the same ID would be mistaken for transactions in flight in this session. The IDs repeat
+        only if ZooKeeper's data was restored from a backup.
         """
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id

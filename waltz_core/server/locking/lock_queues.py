@@ -1,16 +1,16 @@
 """Queues of writers that a contended lock has rejected; notifies the writers one after the other.
 
 Under optimistic locking, each rejected writer tries again. If all writers of one lock are notified
-at once, all of them send again at once. One of them succeeds, and the work of the others is wasted.
-If the writers are notified one after the other, each of them competes with few others.
+at once, all of them send again at once. One writer succeeds, and the work of the other writers is
+wasted. If the writers are notified one after the other, each writer competes with few others.
 
 Rules:
     1. Only final rejections wait here. The queue changes only the time at which a writer receives
        its rejection.
     2. Single appends with exactly the same locks form a queue. The first writer in the queue is
        notified when a transaction with these locks is committed. In a queue of dependent appends
-       (`dependent_appends.py`), it is notified when such a transaction is admitted. If there is no
-       such transaction for some time, it is notified, too (`NOTIFY_FACTOR`).
+       (`dependent_appends.py`), this writer is notified when such a transaction is admitted. If
+       there is no such transaction for some time (`NOTIFY_FACTOR`), this writer is notified, too.
     3. No writer waits for longer than `WAIT_MS_MAX`, or beyond the end of the session.
     4. The rejection names the last committed transaction with the queue's locks.
 """
@@ -53,7 +53,7 @@ class _LockQueue:
 
 
 def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
-    """Whether a lock has rejected this append and it has write locks; others do not wait."""
+    """Whether this append has write locks and a lock has rejected it; other appends do not wait."""
     if not isinstance(pending, PendingSingle) or pending.reason is not RowOutcomeCode.LOCK:
         return False
     return bool(pending.message.write_locks)
@@ -62,8 +62,9 @@ def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
 class LockQueues:
     """Queues of rejected writers, by the module's rules.
 
-    With `expects_next_attempt`, a rejected writer also waits if its queue is empty, until the queue
-    is due. The reason is that the writer notified last is expected to send its next attempt first.
+    With `expects_next_attempt`, a rejected writer waits until its queue is due, even if the queue
+    is empty. The reason is that the writer notified last is expected to send its next attempt
+    first.
     """
 
     __slots__ = ("_expects_next_attempt", "_not_before_ms", "_queues", "waiting_count")
@@ -91,7 +92,7 @@ class LockQueues:
     def on_writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Return the writer to notify after the transaction of `pending` was admitted.
 
-        It is the first writer in the queue for the locks of this transaction.
+        The writer to notify is the first one in the queue for the locks of this transaction.
         """
         queue = self._queues.get(lock_key_of(pending))
         if queue is None:
@@ -113,7 +114,7 @@ class LockQueues:
         """Return the writers to notify after a batch was committed.
 
         `finished` are the appends of the batch. `rejected` are the appends whose rejections are
-        final now; they may wait in a queue.
+        final now; these appends may wait in a queue.
         """
         queues_by_key: dict[LockKey, _LockQueue] = {}
         for pending in rejected:

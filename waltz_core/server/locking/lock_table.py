@@ -1,12 +1,13 @@
 """The lock table of one partition: estimates which transaction wrote a lock last.
 
-Only this module decides optimistic locking. From the locks of a batch of rows, their clients' marks
-and the log's high-water mark, it decides which rows get an ID and which are rejected. It is
-independent of clients, sessions and answers.
+Only this module decides optimistic locking. Its input consists of the locks of a batch of rows,
+their clients' marks and the log's high-water mark. The module decides which rows get an ID and
+which are rejected. The module is independent of clients, sessions and answers.
 
 The table is similar to a count-min sketch. A lock has three slots. A slot contains the highest ID
-of all locks that share it. The minimum of the three slots is an estimate of the lock's last writer.
-This estimate is never too low, so a false rejection is possible, but a missed conflict is not.
+of all locks that share the slot. The minimum of the three slots is an estimate of the lock's last
+writer. This estimate is never too low, so a false rejection is possible, but a missed conflict is
+not.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
     1. The estimate of a row is the highest estimate of its write and read locks. Append locks
@@ -20,16 +21,16 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-form
        transaction is final. If the transaction is committed, the rejection is reported. If the
        transaction is lost, the row is lost, too. The row is not validated again, so it cannot enter
        the log after its client was notified of the loss.
-    5. Rows are validated in order, as if one by one: the entries of accepted rows apply to all
+    5. Rows are validated in order, as if one by one. The entries of an accepted row apply to all
        later rows of the same batch.
     6. last writer(lock) <= estimate(lock) <= highest assigned ID. If no transaction is in flight,
-       no estimate is above the high-water mark. So when entries are lost with a session, their
-       slots get their previous values again. Otherwise a row that is sent again would be rejected
+       no estimate is above the high-water mark. So when entries are lost with a session, the slots
+       get their previous values again. Without this, a row that is sent again would be rejected
        because of its own first attempt.
     7. A new owner does not know the last writers, so after `reset` no slot is below the high-water
        mark. The floor is an ID above which every writer is known (`lock_table_loader.py`). When the
-       floor moves down, `enter_older_locks` lowers slots to it. A slot above the floor was entered
-       by a known writer, and stays.
+       floor moves down, `enter_older_locks` lowers the slots at the old floor to the new one. A
+       slot above the old floor was entered by a known writer, and keeps its value.
 """
 
 from collections import deque
@@ -133,9 +134,9 @@ class _LockSlots(NamedTuple):
 
 
 class _Estimates(NamedTuple):
-    """The slot values of checked locks: before the batch, and when the row of the lock is checked.
+    """The slot values of checked locks: before the batch, and before the row of the lock.
 
-    The latter values contain the entries of all earlier rows of the batch.
+    The second values contain the entries of all earlier rows of the batch.
     """
 
     rows: I64  # the row of each checked lock
@@ -249,8 +250,7 @@ class LockTable:
     def undo_entries_above(self, high_water_mark: TransactionId) -> None:
         """Undo the entries of a lost session above the high-water mark (rule 6).
 
-        The caller must be sure that no other server has owned the partition since. Otherwise call
-        `reset`.
+        If another server may have owned the partition since, call `reset` instead.
         """
         while self._entered and (lost_entry := self._entered.pop()).last > high_water_mark:
             self._slots[lost_entry.slots] = lost_entry.before
@@ -272,7 +272,7 @@ class LockTable:
     ) -> None:
         """Lower the floor: enter all locks that transactions lower_floor + 1..floor have written.
 
-        `floor` is the minimum of all slots, because writers at or below `floor` were not known.
+        `floor` is the minimum of all slots: until now, writers at or below `floor` were not known.
         `ids` has the ID of each lock's writer, or a higher ID.
         """
         assert lower_floor < floor
@@ -368,8 +368,8 @@ def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
 def slot_count_within(budget_bytes: int, table_count: int) -> int:
     """Return the number of slots for each lock table: the largest prime that the budget allows.
 
-    It is at most `SLOT_COUNT`. The budget of a server is for the tables of all partitions that the
-    server may own.
+    The number is at most `SLOT_COUNT`. The budget of a server is for the tables of all partitions
+    that the server may own.
     """
     assert table_count > 0
     count = min(SLOT_COUNT, max(2, budget_bytes // (SLOT_BYTES * table_count)))
@@ -381,7 +381,7 @@ def slot_count_within(budget_bytes: int, table_count: int) -> int:
 def _decide_rows(
     estimates: _Estimates, marks: I64, open_rows: Mask, entries: tuple[I64, I64]
 ) -> tuple[Mask, I64]:
-    """Return a mask of the accepted rows, and the conflicts of the other open rows.
+    """Return a mask of the accepted rows, and the conflicts of the rejected rows in `open_rows`.
 
     Comparisons of whole arrays decide most rows. Rows that depend on an earlier row of the batch
     are decided one by one.
@@ -446,7 +446,7 @@ def _decide_in_order(
     """Decide the undecided rows one after the other, in place.
 
     The caller has marked these rows as not accepted. The loop calls no functions, because it must
-    be fast: it runs for each row of a batch in which all rows write the same lock.
+    be fast. If all rows of a batch write the same lock, the loop runs for each row.
     """
     rows, indexes, values, entering, targets = undecided_slots
     is_accepted, conflict_ids, row_marks = accepted.tolist(), conflicts.tolist(), marks.tolist()

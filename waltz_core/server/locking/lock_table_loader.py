@@ -1,30 +1,30 @@
 """Loads the lock table after a partition has moved, from the lock blocks that storages keep.
 
-A new owner does not know which transaction has written a lock last. It knows only that the ID of
-this transaction is not above the high-water mark. Without lock blocks, it would reject every client
-below this mark once. But the storages keep lock blocks: recent locks and their writers
-(`lock_blocks.py`). This module requests the lock blocks and checks them, piece by piece. The table
-uses only blocks that match the log's hash chain.
+A new owner does not know which transaction has written a lock last. The new owner knows only that
+the ID of this transaction is not above the high-water mark. Without lock blocks, the new owner
+would reject every client below this mark once. But the storages keep lock blocks: recent locks and
+their writers (`lock_blocks.py`). This module requests the lock blocks and checks them, piece by
+piece. The table uses only blocks that match the log's hash chain.
 
 Rules:
     1. The *floor* is an ID in the log. The table knows every writer above the floor; all other
        locks count as written at the floor. The floor starts at the session's high-water mark and
        then only decreases. This process is called the *descent*.
     2. A block lowers the floor only if it ends at the floor and contains the log's hash chain at
-       the floor. If the next block is missing, old, torn or incomplete, the descent stops. This
-       causes only additional rejections.
-    3. One replica is queried at a time. If the descent stops, it continues with the next replica,
-       which may have the missing blocks. The floor is kept for later sessions of this owner, if no
-       other owner came in between.
+       the floor. If the next block is missing, old, torn or incomplete, the descent stops. A
+       stopped descent causes only additional rejections.
+    3. One replica is queried at a time. If the descent stops at one replica, it continues with the
+       next replica, which may have the missing blocks. The floor is kept for later sessions of this
+       owner, if no other owner came in between.
     4. The first appends after a move are from clients below the mark. So no append is validated
-       until the descent has ended, but for at most `HOLD_APPENDS_MS_MAX`. Blocks that arrive later
+       until the descent has ended, or `HOLD_APPENDS_MS_MAX` have passed. Blocks that arrive later
        are used as well.
     5. A turn processes only a part of the blocks, because a whole table of locks would block
        everything else for too long.
     6. A checkpoint must not fetch the same blocks (up to 8 MiB) again. A replica without a block
        that ends at the floor will never have one, because later blocks are newer. So this replica
-       is queried again only if another replica has lowered the floor, or if this replica sent
-       nothing at all, for example after a disk error.
+       is queried again in two cases only: another replica has lowered the floor, or this replica
+       sent nothing at all, for example after a disk error.
 """
 
 from collections.abc import Sequence
@@ -181,7 +181,7 @@ class LockTableLoader:
     def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
         """Query the next replica.
 
-        After the last replica, wait for `RETRY_MS`, and query the replicas that failed again.
+        After the last replica, wait for `RETRY_MS`, then query the failed replicas again.
         """
         if not self._replicas_left:
             if self._failed and self.is_holding_appends(now_ms):

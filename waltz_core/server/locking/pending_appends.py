@@ -7,17 +7,17 @@ Rules:
     1. A row's outcome is final when its ID is no longer in flight. The outcome of a row rejected by
        a lock is final when the conflicting ID is no longer in flight. A request is answered when
        all of its rows are validated and final.
-    2. `settle` marks two kinds of rows as LOST: rows with an ID above the settled mark, and rows
+    2. `settle` marks rows with an ID above the settled mark as LOST. It also marks rows as LOST
        that were rejected because of a transaction above this mark. Lost rows are not validated
        again, so they cannot enter the log after their client was notified of the loss
        (docs/design/correctness.md 2.3).
     3. Rows of one request have consecutive sequence numbers, including rejected rows.
     4. A batch may be validated in pieces, from the first row on. Rows after the last piece have no
-       outcome yet. They are validated later, in the session that is then open, or all of them are
-       rejected.
-    5. AHEAD is reported only if a quorum confirms, after the validation, the session in which the
-       row was validated (`linearizable_requests.py`, rule 3). Without this confirmation the answer
-       is NOT_MOUNTED. In both cases the row is not in the log.
+       outcome yet. These rows are validated later, in the session that is then open, or all of them
+       are rejected.
+    5. AHEAD is reported only if a quorum confirms the session in which the row was validated. The
+       confirmation must follow the validation (`linearizable_requests.py`, rule 3). Without this
+       confirmation the answer is NOT_MOUNTED. In both cases the row is not in the log.
 """
 
 import struct
@@ -119,7 +119,7 @@ class PendingSingle:
         self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
     def reject_for(self, conflict: int) -> None:
-        """Reject the transaction finally, for a lock whose last writer is not above `conflict`."""
+        """Reject the transaction, finally, for a lock with a last writer of at most `conflict`."""
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
     def settle(
@@ -150,9 +150,9 @@ class PendingBatch:
 
     Rows below `validated_count` have an outcome (rule 4). `message` and `rows` keep the frame in
     memory, so `message` is dropped when the batch is decoded, and `rows` when all rows are
-    validated. `mount` is as for a single append. `session_id` is the session in which the first
-    piece was validated. `in_flight_count` is the number of store batches that the request waits
-    for.
+    validated. `mount` has the same meaning as in a single append. `session_id` is the session in
+    which the first piece was validated. `in_flight_count` is the number of store batches that the
+    request waits for.
     """
 
     connection: ConnectionId
@@ -173,7 +173,7 @@ class PendingBatch:
 
     @property
     def is_large(self) -> bool:
-        """Whether small requests may overtake this request, and it may be split into pieces."""
+        """Whether this request may be split into pieces, and small requests may overtake it."""
         return self.cost_bytes >= LARGE_BYTES
 
     @property
@@ -206,7 +206,7 @@ class PendingBatch:
         self.reasons = np.zeros(rows.count, np.uint8)
 
     def piece_end(self, piece_bytes: int | None) -> int:
-        """Return the end of the next piece of about `piece_bytes`: the number of the row after it.
+        """Return the end of the next piece of about `piece_bytes`: the first row after the piece.
 
         None means that the piece contains all remaining rows.
         """

@@ -2,7 +2,7 @@
 
 These are the steps whose cost depends on the number of rows. `pipeline.py` decides about turns,
 sessions and answers. A batch, a piece of a batch, or many single transactions are validated as
-arrays. A few single transactions are validated in plain Python, which is then faster.
+arrays. A few single transactions are validated in plain Python, which is faster for a few rows.
 
 Rules:
     1. Only this file sets the IDs, reasons and conflicts of validated rows in their appends.
@@ -44,8 +44,8 @@ class ValidatedPiece(NamedTuple):
 
     `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
     the format of `lock_blocks.py`. `lock_rows` has a byte for each lock: the row of the lock's
-    record. It is empty if there are too many rows for a byte. `unsettled` appends wait for a
-    transaction in flight, possibly a record of this piece. `rejected` appends wait for no
+    record. `lock_rows` is empty if there are too many rows for a byte. `unsettled` appends wait for
+    a transaction in flight, possibly a record of this piece. `rejected` appends wait for no
     transaction.
     """
 

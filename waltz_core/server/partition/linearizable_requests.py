@@ -2,12 +2,13 @@
 
 A server that was paused or partitioned does not know that another server has replaced it, so its
 high-water mark may be stale. Therefore the server answers a request for the mark only after a
-*proof*: a quorum of storages confirms that it knows of no later session. The proof must begin after
-the request has arrived. If the last proof is fresh enough, the server answers at once.
+*proof*: a quorum of storages confirms that it knows of no later session. If the last proof is fresh
+enough, the server answers at once. If not, the proof must begin after the request has arrived.
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper unavailable"):
     1. A proof that began before a request arrived is sufficient only for requests that accept an
-       older mark. The proof may be at most `high_water_mark_staleness_ms_max` old.
+       older mark. For these requests, the proof may be at most `high_water_mark_staleness_ms_max`
+       old.
     2. One proof is in progress at a time. Requests that arrive meanwhile share the next proof.
     3. If a client has a mark above this server's mark, it may have received the mark from a later
        owner. A client treats the error that it is ahead of the log as final. So the server reports

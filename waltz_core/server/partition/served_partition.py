@@ -8,15 +8,16 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     1. A request is answered only after `SessionOpened` and `SessionSettled` of a session; until
        then it waits.
     2. If no other owner can have written between two sessions (`follows_own_session`, same
-       generation), caches and locks are kept up to the high-water mark. Otherwise both are reset.
+       generation), caches and locks are kept up to the high-water mark. If another owner can have
+       written, both are reset.
     3. A mount is answered when three conditions hold:
         - (a) There is a settled session.
         - (b) All appends of the client's older connections are final.
         - (c) The feed, if there is one, has reached the high-water mark at the time of (b).
     4. A high-water mark is reported only if a quorum has confirmed the session within the last
        `high_water_mark_staleness_ms_max`.
-    5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
-       the server releases the partition.
+    5. A high-water mark never decreases. If the store reports a lower mark, the store has lost
+       data, and the server releases the partition.
     6. ClientAheadOfLog is reported only if a quorum has confirmed the session after the request
        arrived. If this proof fails, the client gets a retriable error (`linearizable_requests.py`,
        rule 3).
@@ -433,7 +434,8 @@ class Partition:
             self._answer_request(request, is_proved=True)
 
     def _current_mark_answer(self, event: RequestReceived) -> SendToClient:
-        # Not the mark of the proof: the client may already know a higher one.
+        # Answer with the present mark. The client may already know a higher mark than that of the
+        # proof.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived_mark
         archived = None
@@ -541,7 +543,8 @@ class Partition:
         self._opened_ms, self._opened_mark = self._now_ms, mark
         self._is_checkpoint_due = self._has_store_requested_checkpoint = False
         self.session_changes += 1
-        # Not the present time, because a paused process may receive the result of the write late.
+        # Use the time at which the write was requested: a paused process may receive its result
+        # late.
         self._linearizable.note_confirmation(self._written_ms)
         if not follows_own_session:
             self.reads.clear_caches()
@@ -570,7 +573,7 @@ class Partition:
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
         append_outcomes = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
-        # All parts receive the new mark before a mount that waited for it continues.
+        # Reads and feeds receive the new mark before a mount that waited for the mark continues.
         self.reads.on_mark_advanced(event.last)
         self.feed.on_mark_advanced(self._session_id, event.last)
         self._route_appends(append_outcomes)
@@ -583,8 +586,9 @@ class Partition:
         """Periodically start a new session with nothing in flight, to raise the low-water marks.
 
         The end of a session also ends a running archive attempt, whose work is lost. Therefore
-        checkpoints are rarer while an attempt is running. Otherwise no attempt would succeed under
-        continuous load. A slow attempt delays the checkpoint, but does not prevent it.
+        checkpoints are rarer while an attempt is running. With the usual interval, no attempt would
+        succeed under continuous load. A slow attempt delays the checkpoint, but does not prevent
+        it.
         """
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark

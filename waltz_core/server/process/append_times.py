@@ -3,9 +3,9 @@
 Rules:
     1. The latency of a storage covers all partitions of this server, because they share the
        storage's disk.
-    2. The latency of a storage is the median of its mean latencies per second, over all seconds in
-       which it answered. So a storage that was frozen once, and then answered all queued appends,
-       does not count as slow.
+    2. For each second in which a storage answered, its mean latency is computed. The latency of the
+       storage is the median of these mean latencies. So a storage that was frozen once, and then
+       answered all queued appends, does not count as slow.
     3. Memory is bounded: 60 numbers for each storage of the cluster.
 """
 

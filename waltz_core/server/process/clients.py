@@ -9,15 +9,15 @@ Rules:
     2. A link is read only while flow control permits further requests on it.
     3. A partition that has received a request of a connection is notified when the connection is
        congested, drained or closed. When the feeds of a principal pause because of its limit,
-       partitions are notified that its connections are congested; flow control is not.
-    4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
-       connection, no further request of the client is processed.
+       partitions are notified that its connections are congested; flow control is not notified.
+    4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If this module ends
+       the connection, no further request of the client is processed.
     5. A denied request is rejected here, and no other module receives it (decision 048, AC 7). A
-       request over a limit of its principal is also rejected here. An append over a limit is
-       rejected by its partition, because no later append may overtake it (AC 10).
-    6. With an audit log, an administrative request begins only when its line is written. A second
-       line has its outcome. The outcome is "unknown" if the connection is closed before the answer
-       (AC 11).
+       request over a limit of its principal is also rejected here, unless it is an append. The
+       partition rejects an append over a limit, because no later append may overtake it (AC 10).
+    6. With an audit log, an administrative request begins only after its line was written. A second
+       line contains the outcome of the request. The outcome is "unknown" if the connection is
+       closed before the answer (AC 11).
 """
 
 import asyncio
@@ -337,8 +337,8 @@ class ClientConnections:
                 client.link.send_frames(answer.data)
                 self._update_congestion(connection, client)
             case LockFailure() | FlushResponse():
-                # These answers name a transaction that the feed sends next, so the feed must be
-                # sent first.
+                # The feed is about to send the transaction that these answers name. So the feed
+                # must be sent before these answers.
                 client.outbox.append(answer)
             case EndConnection():
                 self._loop.call_later(

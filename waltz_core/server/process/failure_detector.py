@@ -4,16 +4,16 @@ ZooKeeper detects a dead process only when its session times out. But the operat
 the connections of a dead process immediately, and rejects new ones.
 
 Rules:
-    1. A server can be declared dead only if this server was connected to it before. A refused
+    1. Another server can be declared dead only if this server was connected to it before. A refused
        connection to an address that was never reachable proves nothing.
-    2. A server is dead if its connection was lost and new connections were refused `REFUSALS_MIN`
-       times in a row, because then no process listens at its address. Other failures prove nothing:
-       a connection attempt without any answer, as with a dead or partitioned host, and a refused
-       connection at a name with several addresses. ZooKeeper's session timeout detects these
-       servers.
+    2. A server is dead if its connection was lost, and then new connections were refused
+       `REFUSALS_MIN` times in a row. In this case, no process listens at its address. Other
+       failures prove nothing: a connection attempt that gets no answer (the host may be dead or
+       partitioned), and a refused connection if the name has several addresses. ZooKeeper's session
+       timeout detects these servers.
     3. A false detection only moves partitions: the live server registers again, and storages fence
        replaced owners. No other code may rely on this detection.
-    4. If a server changes its preferences, it is still the same process, so the watch continues.
+    4. If a server changes its preferences, its process is still the same, so the watch continues.
     5. A dying process may accept one more connection and drop it. So after a connection that lasted
        less than `RETRY_PAUSE_S`, and after an attempt that failed in another way, this server
        connects again soon. The pauses then grow up to `RETRY_PAUSE_S`.

@@ -11,11 +11,11 @@ Rules (docs/design/correctness.md 5, "Limits"):
        admitted.
     3. Above the memory limit, two further rules apply:
         - The connections that use most memory are not read until an eighth of the limit is free.
-        - A connection begins a read (a range, or a transaction's data) only if it has no other
-          read, and no request with data, in progress. Otherwise a client that reads no answers
-          could open many connections, and use half of the limit of each. A request without data
-          does not prevent a read: a feed request may be open for a long time, and its client may
-          need a transaction's data to continue.
+        - A connection begins a read (a range, or a transaction's data) only while no other read and
+          no request with data is in progress on it. Without this rule, a client that reads no
+          answers could open many connections, and use half of the limit of each. A request without
+          data does not prevent a read. For example, a feed request may be open for a long time, and
+          its client may need a transaction's data to continue.
 """
 
 from collections import deque

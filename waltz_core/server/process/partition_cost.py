@@ -3,7 +3,7 @@
 Rules:
     1. The unit is approximately the work for one KiB that is appended in large batches. An accuracy
        within a factor of two is enough, because a cost is only compared with the costs of other
-       partitions, as an average over the last 30 s.
+       partitions. The compared costs are averages over the last 30 s.
     2. Everything sent to clients counts: results of appends, feeds, answers to reads.
 """
 

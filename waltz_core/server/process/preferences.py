@@ -1,11 +1,11 @@
 """The partitions that a server prefers to own, and which of these preferences are suspended.
 
-While a server cannot serve a partition that it prefers, the preference is removed from ZooKeeper:
-it is suspended. This server remembers the preference and restores it later.
+While a server cannot serve a partition that it prefers, the preference is *suspended*: it is
+removed from ZooKeeper. This server remembers the preference and restores it later.
 
 Rules:
     1. If a partition was released because there was no quorum, its preference is suspended.
-       Otherwise the next assignment would give the partition back to this server.
+       If the preference stayed, the next assignment would give the partition back to this server.
     2. A preference is suspended for a minimum time, and then until a quorum of the partition's
        storages answers this server.
     3. A new request for the preference, or its removal, ends the suspension.

@@ -18,7 +18,7 @@ Rules (decision 048, AC 14):
     5. After a write was finished or removed, the server removes some expired writes. Only one such
        removal runs at a time.
     6. If a connection is closed before the turn of its operation, the operation is dropped, because
-       its principal may have lost its permissions.
+       the principal may have lost its permissions.
     7. The operation TASKS reads a node for each task, and there may be many tasks. So a principal
        has one such operation at a time, with at most `CONCURRENT_READS_MAX` concurrent reads. The
        operation keeps in memory only what the answer needs, and ends with its connection.

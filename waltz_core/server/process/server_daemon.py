@@ -6,8 +6,8 @@ graceful shutdown. `served_partition.py` decides what a partition does.
 Rules:
     1. A partition is served exactly while the current assignment names this server. While ZooKeeper
        is unavailable, the server keeps its partitions. This is safe, because storages fence
-       replaced owners. The same holds while a node cannot be decoded, so that one damaged node does
-       not stop all servers at once.
+       replaced owners. While a node cannot be decoded, the server also keeps its partitions. So one
+       damaged node does not stop all servers at once.
     2. The server registers only when it can answer clients, and unregisters before it stops
        answering.
     3. Shutdown has these steps: stop reading, wait for a limited time until appends in flight are
@@ -504,7 +504,7 @@ class Server:
         """Return the health of the server.
 
         The server is healthy if every partition has a session; appends continue without ZooKeeper.
-        It is ready if it has also registered once, with or without partitions.
+        The server is ready if it is healthy and has registered once, with or without partitions.
         """
         zookeeper = self._coordinator.was_connected_recently
         partitions = {

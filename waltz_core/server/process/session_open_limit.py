@@ -1,13 +1,13 @@
 """Limits how many partitions of a server open a store session at the same time.
 
 A server may own a thousand partitions at once. If it opened all sessions together, the first
-partition would be available no earlier than the last. Also, many claims would be wasted, because
-some of the partitions soon move to the next server.
+partition would be available no earlier than the last. Also, many claims of sessions in ZooKeeper
+would be wasted, because some of the partitions soon move to the next server.
 
 Rules:
     1. At most `PERMITS_MAX` partitions have a permit; the others wait in order of arrival.
     2. A permit ends when the session is open or abandoned, and at the latest after `PERMIT_S_MAX`.
-       So a partition without a quorum, which tries again and again, does not block the others.
+       So a partition without a quorum does not block the others, although it tries again and again.
 """
 
 import asyncio

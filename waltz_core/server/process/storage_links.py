@@ -1,11 +1,12 @@
 """Links to storages: one link for each store session and replica, and other links for reading.
 
-Only this module turns the effects of the replication machines into TCP connections. It has no
-protocol state: the machines interpret answers and lost links.
+Only this module turns the effects of the replication machines into TCP connections. This module has
+no protocol state: the machines interpret answers and lost links.
 
 Rules:
     1. Each session has its own links, which no later session uses. Messages in flight on an older
-       link may still arrive at its storage, which rejects them because of their session ID.
+       link may still arrive at its storage. The storage rejects these messages because of their
+       session ID.
     2. `OpenReplica` has one outcome, and a lost link is reported once. After a link was closed on
        request, it causes no further event (replication/session_events.py, rule 2).
     3. Readers have their own links, so that a large read cannot delay an append.
@@ -170,7 +171,8 @@ class ReadLinks:
         self._open_request = OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialing: dict[ReplicaId, asyncio.Lock] = {}
-        # The links use their own sequence numbers, because those of the callers may collide.
+        # The links use their own sequence numbers, because the callers' sequence numbers may
+        # collide.
         self._numbers = count(1)
 
     async def fetch(

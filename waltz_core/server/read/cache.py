@@ -13,8 +13,9 @@ Rules:
     2. The bytes never exceed the limit. The oldest batches are dropped first, over all partitions
        that share a budget.
     3. Reads return views of the added bytes; dropping batches later does not change these views.
-    4. When a new session opens, the caller calls `truncate_after` with the recovered high-water
-       mark if no other owner can have written in between, and `clear` otherwise.
+    4. When a new session opens and no other owner can have written in between, the caller calls
+       `truncate_after` with the recovered high-water mark. If another owner can have written, the
+       caller calls `clear`.
 """
 
 from bisect import bisect_right

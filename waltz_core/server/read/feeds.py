@@ -1,16 +1,16 @@
 """The feed of one partition: sends every committed transaction, in order, to each mounted client.
 
 Clients derive their state from the feed. So each client must receive every transaction in order,
-whatever its speed. A client that does not read must cost no more memory than the frames in its
-connection's buffer.
+however slow the client is. A client that does not read must cost no more memory than the frames in
+its connection's buffer.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
     1. The feed of a client sends each of the IDs `next..until` once, and nothing above the
        high-water mark.
-    2. A feed sends only transactions that were *granted*. A mount grants the transactions up to
-       the high-water mark at its time. A feed request grants at least `feed_request_count_min`
-       transactions after the client's mark. When all granted transactions are sent, the request is
-       answered.
+    2. A feed sends only transactions that were *granted*. A mount grants the transactions up to the
+       high-water mark at the time of the mount. A feed request grants at least
+       `feed_request_count_min` transactions after the client's mark. When all granted transactions
+       are sent, the request is answered.
     3. A congested connection receives nothing. In one turn each feed sends at most one frame.
     4. Headers that are not cached are fetched once for all feeds at the same ID.
     5. A filter removes headers from a frame, but the frame is always sent, so that the client's

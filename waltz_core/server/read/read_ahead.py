@@ -1,8 +1,7 @@
 """Read-ahead for clients that request transactions one by one.
 
-A 0.13 client requests the data of each transaction in a separate message. Without read-ahead, each
-request for a transaction that is no longer in the transaction cache would be a round trip to a
-storage.
+A 0.13 client requests the data of each transaction in a separate message. If a transaction is no
+longer in the transaction cache, each request without read-ahead would be a round trip to a storage.
 
 Rules:
     1. A range is fetched if a request closely follows an earlier request of the same partition. The
@@ -63,7 +62,7 @@ class ReadAhead:
         return None
 
     def should_fetch(self, transaction_id: TransactionId) -> bool:
-        """Whether a range should be fetched that starts with this transaction (rule 1)."""
+        """Whether to fetch a range that starts with this transaction (rule 1)."""
         return any(0 < transaction_id - end <= NEAR_DISTANCE_MAX for end in self._ends)
 
     def note_fetched_up_to(self, transaction_id: TransactionId) -> None:

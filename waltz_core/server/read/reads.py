@@ -18,16 +18,16 @@ Rules:
        `AVOIDED_FETCH_COUNT` fetches.
     8. Consecutive requests for single transactions are answered by a read-ahead. If the read-ahead
        fails, each transaction is fetched separately.
-    9. Reads for closed connections and ended feeds are dropped. Otherwise a client that connects
-       and sends requests again and again would make all others wait.
+    9. Reads for closed connections and ended feeds are dropped. Without this rule, a client that
+       connects and sends requests again and again would make all other clients wait.
     10. If the log begins after the first ID of a fetch, the fetch fails at once. The archive does
-        not contain these records either, so no other replica can return them.
+        not contain the missing records either, so no other replica can return them.
     11. A request fails after `ROUNDS_MAX` rounds over all replicas. If a replica has reported
         damage, the error states the damage. If in the last round all replicas of the session have
         reported damage, locally and in the archive, the error is not retriable.
-    12. A feed waits after `ROUNDS_MAX` rounds. It fails only if all replicas of the session report
-        damage, and the pause between rounds has grown to `RETRY_MAX_MS`. Its error is retriable, so
-        that the feed continues after a repair.
+    12. A feed waits after `ROUNDS_MAX` rounds. The feed fails only if all replicas of the session
+        report damage, and the pause between rounds has grown to `RETRY_MAX_MS`. The feed's error is
+        retriable, so that the feed continues after a repair.
 """
 
 from collections import deque

@@ -159,7 +159,7 @@ class ConnectionAccess:
         return self._port.clock_ns()
 
     def mark_over_limit(self, message: Message, error: Overloaded) -> None:
-        """Make `denial` return this error for a request, and log it."""
+        """Make `denial` return this error for a request, and log the error."""
         self._over_limit[id(message)] = message, error
         if self._port.must_log(self.principal, type(message).__name__):
             _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)

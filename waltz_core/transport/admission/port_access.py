@@ -1,16 +1,17 @@
 """Permissions of peers at a listening port (decision 048, AC 2 to AC 8, AC 10).
 
 Rules:
-    1. If there is a valid token, it alone determines the principal. Otherwise the verified
-       certificate does. Without either, the principal is `anonymous`.
+    1. If there is a valid token, the token alone determines the principal. Without a valid token,
+       the verified certificate determines it. Without both, the principal is `anonymous`.
     2. If the node of the permissions in ZooKeeper is missing or has an older revision, the known
        permissions stay in use.
-    3. If a revision takes a permission or the token from a principal, or gives the token to another
-       principal, it ends the principal's connections and drops their unsent bytes. Connections also
-       end when their token or certificate expires.
+    3. A revision may take a permission or the token from a principal, or give the token to another
+       principal. Then the principal's connections end, and their unsent bytes are dropped.
+       Connections also end when their token or certificate expires.
     4. Before the port has read the permissions, it rejects every request with a retriable error.
        The first revision that the port reads ends all connections whose principal has no
-       permission, because the port did not limit their number before (`port_limits.py`, rule 2).
+       permission. The reason is that the port did not limit their number before (`port_limits.py`,
+       rule 2).
     5. A peer whose version does not have the error `PermissionDenied` receives `BadRequest`. If a
        peer sends an answer instead of a request, its connection ends.
     6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied
@@ -22,7 +23,7 @@ Rules:
        (`server/append/mounts.py`). When a revision no longer accepts 0.13, connections with such
        IDs end.
     8. A connection counts towards the connection limit of its principal from its first message on
-       (`register_connection`). If it sends no message, it counts from `UNAUTHORIZED_S_MAX`
+       (`register_connection`). A connection without messages counts from `UNAUTHORIZED_S_MAX`
        (`net.py`) on. If a revision lowers a limit, the connections above the limit end. If a
        revision introduces a limit of feeds, all connections of the principal end, because their
        present feeds were not counted.
@@ -132,7 +133,7 @@ class PortAccess:
     def add_connection(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
     ) -> "ConnectionAccess":
-        """Register a new connection and return its access; `end` closes it now, with a reason.
+        """Register a connection and return its access; `end` closes the connection, with a reason.
 
         `certificate` is the verified certificate of the peer, if it has one.
         """

@@ -6,11 +6,11 @@ Rules:
     2. A link is unauthorized if its principal has no permission. At most a quarter of all links may
        be unauthorized, and at most half of this quarter may come from one host. A client with a
        token is also unauthorized until the port has accepted the token. Without these limits, peers
-       without permissions could keep this client from connecting. A port without access control, or
-       with "report", has no unauthorized links.
+       without permissions could keep such a client from connecting. A port without access control,
+       or with "report", has no unauthorized links.
     3. A tenant is a principal without the verb `replicate` and without a limit of connections. A
-       tenant may have at most a quarter of all links. Otherwise it could keep servers from
-       connecting.
+       tenant may have at most a quarter of all links. Without this limit, a tenant could keep
+       servers from connecting.
     4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
        the principal with the most such bytes. Among the links of this principal, the port closes
        the link with the most such bytes. So a peer with many links cannot cause the port to close

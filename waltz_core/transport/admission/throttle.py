@@ -3,8 +3,8 @@
 A throttle is placed between a link and its user (the daemon's code that processes requests). Only
 connections of principals with limits have a throttle.
 
-The quota is a token bucket: a request is *charged* for its cost, and waits until the cost is
-*paid*, that is, until the bucket has refilled at the rate of the limit.
+The quota is a token bucket. A request is *charged* for its cost, and waits until the cost is
+*paid*: the bucket has refilled at the rate of the limit.
 
 Rules (decision 048, AC 10):
     1. All requests are passed on in the order of arrival, including requests over a limit. For a
@@ -16,18 +16,19 @@ Rules (decision 048, AC 10):
        skipped, and the next wait is longer by the skipped time.
     4. After an append over a limit, the partition rejects the client's further appends until its
        next mount. So the throttle rejects these appends, too, and does not charge them.
-    5. A range is charged when it is sent. It has at most the bytes of a quarter of a second.
-       Otherwise concurrent ranges could use the rate of many seconds in advance.
-    6. A feed counts towards the limit of feeds from its request on. It no longer counts when its
-       mount fails, or when a later mount without a feed succeeds. Errors of other requests do not
-       change the count. The peer chooses the IDs of its requests, and may use an ID twice. So if a
-       mount succeeds that is not known as pending, it counts as a feed.
+    5. A range is charged when it is sent. A range has at most the bytes that the limit permits in a
+       quarter of a second. Without this bound, concurrent ranges could use the rate of many seconds
+       in advance.
+    6. A feed counts towards the limit of feeds from its request on. The feed no longer counts when
+       its mount fails, or when a later mount without a feed succeeds. Errors of other requests do
+       not change the count. The peer chooses the IDs of its requests, and may use an ID twice. So
+       if a mount succeeds that is not known as pending, this mount counts as a feed.
     7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction,
        including transactions that a filter leaves out. The connection's feeds pause until the part
-       is paid. The part is paid in shares, and these take turns with requests. So all feeds of a
-       principal together delay a request by at most a quarter of a second, and a flood of requests
+       is paid. The part is paid in shares, and the shares take turns with requests. So all feeds of
+       a principal together delay a request by at most a quarter of a second. A flood of requests
        does not stop the feeds. If the limit changes, the present share is paid within a second.
-    8. If a timer fails, the connection ends, because it would otherwise wait forever.
+    8. If a timer fails, the connection ends. Without this rule, it would wait forever.
 """
 
 import asyncio
@@ -87,8 +88,8 @@ class _MountKind(Enum):
 class Throttle:
     """Delays or rejects the requests and feeds of one connection.
 
-    `pass_on` receives the requests whose turn has come; it must not call back. `resume_feeds` is
-    called when a pause of feeds ends.
+    `pass_on` receives the requests whose turn has come, and must not call the throttle.
+    `resume_feeds` is called when a pause of feeds ends.
     """
 
     def __init__(
