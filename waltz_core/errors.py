@@ -487,7 +487,7 @@ class StorageIdMismatch(Damaged):
 
 
 class DataLoss(Damaged):
-    """The log ends before a high-water mark that was reported earlier, or has changed before it.
+    """The log ends before a mark that was reported earlier, or has changed before this mark.
 
     Action: Check the connect string. Restore the lost storages before you change anything else.
     """

@@ -661,7 +661,7 @@ class Metrics:
         self._find_metric(name, labels).set(value)
 
     def set_source(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
-        """Let each page read a gauge with `read`, on the thread that builds the page."""
+        """Read a gauge by calling `read` for each page, on the thread that builds the page."""
         assert TABLE[name].kind is MetricKind.GAUGE
         self._find_metric(name, labels).set_function(read)
 

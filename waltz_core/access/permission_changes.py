@@ -9,8 +9,8 @@ Rules:
     2. After a change of a verb, the grantee has at most one grant of this verb, with all of its
        partitions.
     3. Without a grant of `replicate` for a partition, no server can open a session of the
-       partition. So a change must not remove the last such grant, unless the caller forces it
-       (`check_replicate_remains`).
+       partition. So a change must not remove the last such grant, unless the caller forces the
+       removal (`check_replicate_remains`).
     4. A change without an effect returns equal permissions, so no new revision is written.
 """
 
@@ -68,7 +68,7 @@ def with_revision(
     "?" replaces each character of `changed_by` that the access node in ZooKeeper may not contain.
 
     Raises BadRequest if `revision` exceeds `REVISION_MAX`, for example after an import of
-    permissions with this revision.
+    permissions with the revision `REVISION_MAX`.
     """
     author = "".join(character if character.isprintable() else "?" for character in changed_by)
     if revision > REVISION_MAX:

@@ -9,7 +9,8 @@ from typing import Final
 
 from waltz_core.access.requirements import AccessVerb
 
-# The key in `limits` of the default limits: they apply where a principal has no own limit.
+# The key of the default limits in `limits`. A default limit applies if a principal does not have
+# this limit itself.
 DEFAULT_LIMITS_KEY: Final = "*"
 
 

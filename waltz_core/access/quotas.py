@@ -7,7 +7,7 @@ Rules:
     1. All connections of a principal share its quota. A principal with `replicate` has no quota.
     2. A quota is a token bucket. A request may begin when all earlier requests are paid for, and is
        charged as a whole when it begins. So a request can begin even if it costs more than the
-       limit of one second; later requests wait until it is paid for.
+       limit permits in one second. Later requests wait until this request is paid for.
     3. After an idle time, a bucket permits a burst: the amount that the limit permits in
        `BURST_NS`.
     4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and is not charged.
@@ -43,12 +43,13 @@ OTHER_LABEL: Final = "other"
 # At this number, quotas without connections and with full buckets are dropped.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
-# A large rejected request counts as several rejections: one, and one more for each multiple of this
-# size, because the daemon has received its bytes.
+# The daemon has received the bytes of each rejected request. So a large rejected request counts as
+# several rejections: one, and one more for each multiple of this size.
 BYTES_PER_REJECTION: Final = 32 * 1024
 # The retry delay that a rejected connection or feed receives.
 REJECTED_CONNECTION_RETRY_MS: Final = 1_000
-# A large request and a small limit could exceed the 32 bits of the delay field in answers.
+# The maximum delay in answers. With a large request and a small limit, the delay could otherwise
+# exceed the 32 bits of its field.
 RETRY_MS_MAX: Final = 24 * 3_600 * 1_000
 _LIMIT_HINT: Final = "Hint: `waltz-core access limit` changes the limit."
 
@@ -101,8 +102,8 @@ class Usage:
 class IssuedIdLimit:
     """Limits the rate of client IDs that each principal receives from one server.
 
-    The limit also applies to principals without other limits, because all principals share 2**30
-    IDs. At `IDS_PER_S`, one principal would need months to use up all IDs.
+    All principals share 2**30 IDs. Therefore this limit also applies to principals without other
+    limits. At `IDS_PER_S`, one principal would need months to use up all IDs.
     """
 
     def __init__(self) -> None:
@@ -210,7 +211,7 @@ class Quota:
         self._rejections.take(1 + size_bytes // BYTES_PER_REJECTION, now_ns)
 
     def rejection_wait_ns(self, now_ns: int) -> int:
-        """Return the nanoseconds until a connection with a rejection may be read again (rule 4)."""
+        """Return how many ns pass until the daemon reads a rejected connection again (rule 4)."""
         return self._rejections.wait_ns(now_ns)
 
     def charge_sent_bytes(self, size_bytes: int, now_ns: int) -> int:

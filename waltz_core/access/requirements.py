@@ -53,7 +53,7 @@ class Exemption(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequirementByField:
-    """A requirement that depends on a field of the message; it has an entry for each value."""
+    """A requirement that depends on a field of the message, with an entry for each field value."""
 
     field: str
     requirements: Mapping[object, Requirement]
@@ -65,8 +65,8 @@ READ: Final = AccessVerb.READ
 APPEND: Final = AccessVerb.APPEND
 ADMINISTER: Final = AccessVerb.ADMINISTER
 REPLICATE: Final = AccessVerb.REPLICATE
-# NB: the functions also return the union type. Otherwise mypy infers a narrower type for each
-# class.
+# NB: these constants and the functions have the union type. With other declarations, mypy infers a
+# narrower type for each message class.
 ANSWER: Final[RequirementDeclaration] = Exemption.ANSWER
 CREDENTIAL: Final[RequirementDeclaration] = Exemption.CREDENTIAL
 

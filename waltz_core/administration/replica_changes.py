@@ -45,7 +45,7 @@ async def add_storage(
 
 
 async def _check_data_port(address: ReplicaId) -> None:
-    """Raise Unreachable if no process answers, BadConfig if it is not a storage's data port."""
+    """Raise Unreachable if no process answers at `address`, BadConfig if no storage does."""
     name = await hello_text_at(WireProtocol.STORAGE, address)
     if name is None:
         raise Unreachable(

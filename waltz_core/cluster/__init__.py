@@ -1,7 +1,7 @@
 """The metadata of a cluster in ZooKeeper, and the protocols over it.
 
-ZooKeeper stores the live servers, the owner and the replicas of each partition, and, for each
-partition, the newest store session with its members. Records never pass through ZooKeeper.
+ZooKeeper stores the live servers. For each partition, ZooKeeper stores the owner, the replicas, and
+the newest store session with its members. Records never pass through ZooKeeper.
 
 The nodes, below the cluster's root R:
 

@@ -7,9 +7,9 @@ tests and the simulator run the same code with a ZooKeeper in memory.
 Rules:
     1. Each write depends on the version that was read: no write is unconditional.
     2. A partition's metadata and marker change in one write and are read as one pair.
-    3. A write with unknown outcome is treated neither as done nor as failed. If a new read shows
-       the outcome, as for IDs and registrations, the coordinator reads again. Otherwise the caller
-       gets the error.
+    3. A write with unknown outcome is treated neither as done nor as failed. If a new read can show
+       the outcome, as for IDs and registrations, the coordinator reads again. If no read can show
+       the outcome, the caller gets the error.
     4. Only the calls `follow_...` wait for long: they run until they are cancelled.
 
 All operations raise CoordinatorUnavailable if ZooKeeper does not answer in time, and BadConfig if
@@ -330,7 +330,7 @@ class Coordinator:
     # --- partitions
 
     async def read_partition(self, partition_id: PartitionId) -> PartitionView:
-        """Read metadata and marker as one pair, not older than any write before the call."""
+        """Read metadata and marker as one pair, which includes all writes before the call."""
         await self._znodes.sync()
         path = self.paths.partition(partition_id)
         marker_path = self.paths.marker(partition_id)

@@ -34,8 +34,8 @@ Rules (docs/spark.md, "Exactly once"):
        principal or by `anonymous`, it belongs to the first other principal that enters it. Then the
        owner never changes again (decision 048, AC 14). `enter` checks the owner a second time after
        it has written the task. Between the two checks, the write may have been removed, and
-       started again by another principal. Then `enter` must not return the client ID of the other
-       principal's task.
+       started again by another principal. In this case, `enter` must not return the client ID of
+       the other principal's task.
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        limit slightly.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest attempt of its
@@ -539,8 +539,8 @@ class WriteRegistry:
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
-            # If this write fails, another driver has just written the node, and its time is as
-            # good.
+            # If this write fails, another driver has just written the node. The time of that write
+            # can be used as well.
             await self._try_write([SetNode(path, b"", node.stat.version)])
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms

@@ -6,8 +6,9 @@
 Rules:
     1. A value comes from the first source that contains it: flag, environment, file, default.
     2. The environment variable for `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT`
-       applies to every kind of process, unless its configuration file sets `connect`. Otherwise a
-       value for commands in a shell could connect a daemon to another cluster.
+       applies to every kind of process, unless its configuration file sets `connect`. Without this
+       exception, a value that is set for commands in a shell could connect a daemon to another
+       cluster.
     3. An unknown name, in a file or in the environment, is an error. The error suggests the most
        similar valid name.
     4. An error about a value states the expected value, the found value, and the source.

@@ -321,6 +321,6 @@ def _key_id_of(encoded_key_id: bytes) -> str:
 
 
 def _head_size_bytes(data: bytes) -> int:
-    """Return the number of bytes before the row number in an envelope, which may be damaged."""
+    """Return the number of bytes before the row number; the envelope may be damaged."""
     id_bytes = data[len(MAGIC)] if len(data) > len(MAGIC) else 0
     return len(MAGIC) + 1 + id_bytes + SALT_BYTES

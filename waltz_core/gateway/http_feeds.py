@@ -5,7 +5,7 @@ Rules:
     2. A slow reader must not use unlimited memory. At most one batch of events, of about
        `BATCH_BYTES_MAX`, waits for the reader. Then the feed pauses: the client requests no more
        data, and the server's buffer for this client is bounded. If a reader reads nothing for a
-       time, the HTTP port closes its connection (http_port.py, rule 5).
+       time, the HTTP port closes the connection of the reader (http_port.py, rule 5).
     3. After `HEARTBEAT_S` without a transaction, the gateway sends a heartbeat with the mark of the
        feed. With a filter, this mark also advances past transactions that do not match.
     4. The gateway checks the position and the permissions before the response begins, so that most

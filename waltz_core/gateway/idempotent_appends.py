@@ -10,8 +10,8 @@ Rules:
        then on the servers reject appends of earlier attempts.
     2. A transaction in the log must be traceable to its position in the request, even if two
        transactions are equal. So n transactions of a request in one partition get the sequence
-       numbers k * n + 1 to k * n + n. The number k increases each time that they are sent. Example:
-       with n = 3, the second transaction has sequence number 2, then 5, then 8.
+       numbers k * n + 1 to k * n + n. The number k increases each time that these transactions are
+       sent. Example: with n = 3, the second transaction has sequence number 2, then 5, then 8.
     3. A later attempt first mounts its partitions, so that all appends of earlier attempts are
        final. It then finds its transactions in the log by the client ID, and sends only the missing
        transactions.

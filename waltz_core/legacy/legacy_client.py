@@ -3,8 +3,8 @@
 Up to version 4, the client protocol (protocol L) has no messages for three events: the outcome of
 an append, a rejection, and the end of a mount. The adapter is between the server's partitions and a
 connection. It translates each answer into a message that a 0.13 client understands, or drops the
-answer. It never sends a message that is not true. docs/decisions/020 lists each state in which a
-client might wait forever, and how this state ends.
+answer. Each message that it sends is true. docs/decisions/020 lists each state in which a client
+might wait forever, and how this state ends.
 
 Rules:
     1. The adapter reports a failed append only when the failure is final: by LOCK_FAILURE, or by
@@ -73,8 +73,8 @@ _MOUNT_ENDING_REASONS: Final = frozenset(
         RowOutcomeCode.NO_SPACE,
     )
 )
-# The errors of a mount or a feed after which 0.13 closes the connection, or that a 0.13 client
-# cannot use.
+# If a mount or a feed fails with one of these errors, 0.13 closes the connection, or a 0.13 client
+# cannot use the error.
 _CONNECTION_ENDING_CODES: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAheadOfLog, errors.ConnectionSuperseded)
 )
@@ -214,7 +214,7 @@ class LegacyClientAdapter:
                 return message
 
     def _on_append_ended(self, message: AppendResult) -> LegacyResponse | None:
-        """Report the outcome of an append, unless it is committed: the feed reports that."""
+        """Report the outcome of an append that is not committed; the feed reports the others."""
         req_id, reason = message.req_id, RowOutcomeCode(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is RowOutcomeCode.LOCK:

@@ -2,8 +2,8 @@
 
 Rules (4 to 6 and 8: `legacy_server_stream.py`):
     1. A row is COMMITTED if, and only if, its request ID was seen in the feed.
-    2. A row is LOST if a later row of this connection was seen in the feed: the server processes
-       appends in order of arrival, and assigns IDs in that order.
+    2. A row is LOST if the feed contains a later row of this connection, but not this row. Reason:
+       the server processes appends in order of arrival, and assigns IDs in that order.
     3. A row is LOCK if the server has rejected it because of a lock. The server's answer contains
        an estimate: the ID of the transaction that has written the lock, or a later ID. The stream
        gets this outcome when the feed has reached the estimate.

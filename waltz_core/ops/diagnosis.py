@@ -9,8 +9,8 @@ Rules:
     3. The loss of a quorum is always reported, whatever the cause, because it stops appends.
     4. Findings are in the order of the table in `findings.py`, then in the order of their objects.
     5. The doctor proposes to delete a partition's files only if the partition has an open session
-       in which all of its replicas are engaged. Otherwise the data in ZooKeeper may be wrong, and
-       the files of a replica that it does not list may be the only copy.
+       in which all of its replicas are engaged. Without such a session, the data in ZooKeeper may
+       be wrong, and the files of a replica that ZooKeeper does not list may be the only copy.
 """
 
 import shlex
@@ -147,7 +147,7 @@ class _Diagnosis:
         return shlex.quote(self.facts.connect)
 
     def member_at(self, address: str) -> MemberFacts | None:
-        """Return the process of the cluster on this machine at an address; None if unknown."""
+        """Return the process with this address in the cluster on this machine; None if unknown."""
         members = () if self.facts.local is None else self.facts.local.members
         return next((member for member in members if member.address == address), None)
 
@@ -167,7 +167,7 @@ class _Diagnosis:
         )
 
     def start_command_with_option(self, kind: str, option: str, *, archive: str) -> str:
-        """Return the command that starts a process with an option; locally, it starts all."""
+        """Return the command that starts a process with an option, or restarts a local cluster."""
         local = self.facts.local
         if local is None:
             return f"waltz-core {kind} run --config {_CONFIG_FILE_NAMES[kind]} {option}"
@@ -399,7 +399,7 @@ class _ClusterDiagnosis:
             self._check_disk_and_clock(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether a storage's process runs but has no open port yet, so it must not be stopped."""
+        """Whether a storage is starting (no port is open yet), so that it must not be stopped."""
         member = self._diagnosis.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.failure) and is_running and not storage.is_silent
@@ -647,8 +647,8 @@ class _ClusterDiagnosis:
     def rebuild_command(self, replica_count: int | None) -> str:
         """Return the command that rebuilds the znodes; without a replica count, the user adds it.
 
-        The doctor does not guess this count: if it is too small, the command trusts too few
-        replicas.
+        The doctor does not guess this count. With a count that is too small, the command would
+        trust too few replicas.
         """
         cluster, connect = self._cluster, self._diagnosis.connect
         option_texts = [
@@ -798,8 +798,8 @@ class _PartitionDiagnosis:
         """Report a missing quorum; return whether the replicas permit an open session."""
         condition, count = self._condition, len(self._condition.assigned_replicas)
         if len(condition.answering_replicas) < condition.quorum_size:
-            # Do not propose to restart these processes: replicas that are offline, and logs that
-            # cannot be opened, have their own findings.
+            # Propose to restart only storages that do not answer. Replicas that are offline, and
+            # logs that cannot be opened, have their own findings.
             unavailable = [
                 storage.address
                 for storage in condition.assigned_storages

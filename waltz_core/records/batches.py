@@ -260,7 +260,8 @@ def _cast_column(name: str, column: pa.Array) -> pa.Array:
             f"append batch, column {name}: expected {kind}, found {column.type} ({error})"
         ) from error
     if name in LOCK_COLUMNS:
-        # `values` may contain elements outside of the lists, but its null count is free.
+        # `values` may contain elements outside of the lists. Its null count costs nothing, so it is
+        # checked first.
         if cast.values.null_count and cast.flatten().null_count:
             raise BadRequest(
                 f"append batch, column {name}: expected locks without nulls, found a null"

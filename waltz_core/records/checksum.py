@@ -1,4 +1,4 @@
-"""CRC-32 of bytes and of many short rows, and of concatenated bytes from the CRCs of their parts.
+"""CRC-32 of bytes, of many short rows, and of concatenated parts whose CRCs are known.
 
 CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from the checksums of
 its header and its data. The checksum of a run of records can be computed from the CRCs in the

@@ -114,7 +114,7 @@ class LockBlockReader:
         return None
 
     def _take_last_block(self) -> LockBlock | None:
-        """Remove and return the last remaining block of any log; None if it is invalid."""
+        """Remove and return the last block, whichever log it belongs to; None if it is invalid."""
         start = self._end - TRAILER_BYTES
         if start < 0:
             return None

@@ -34,8 +34,8 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     """Encode a value as JSON in UTF-8.
 
     Raises:
-        ValueError: a number is not finite, or a text has half a character; the error states the
-            value and its position. Or the value contains itself, or is nested too deeply.
+        ValueError: a number is not finite, or a text has an unpaired surrogate; the error states
+            this value and its position. Or `value` contains itself, or is nested too deeply.
         TypeError: JSON does not have the type of a value.
     """
     try:
@@ -62,7 +62,7 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
 
     Raises:
         ValueError: the bytes are not JSON, or are nested too deeply. The error states the position
-            of `NaN`, infinities, numbers that are too large, and texts with half a character.
+            of `NaN`, infinities, numbers that are too large, and texts with an unpaired surrogate.
     """
     text = data.decode(json.detect_encoding(data))
     try:
@@ -89,7 +89,7 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
 
 
 def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
-    """Return the decoded value of a text; raises ValueError if a string has half a character."""
+    """Return the decoded value of a text; raises ValueError for an unpaired surrogate."""
     if _ESCAPED_SURROGATE.search(text):
         # NB: `_find_wrong_part` would take seconds for a MiB, which a peer can send. The encoder is
         # fast, because it is written in C.

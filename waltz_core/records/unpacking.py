@@ -154,7 +154,7 @@ class Unpacker:
     def _decode_each_map(
         self, data: pa.Array
     ) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
-        """Decode payloads; return empty maps in indexes of non-maps, and a mask of the maps."""
+        """Decode payloads; return an empty map for each non-map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
             return self.decode_maps(data, _no_location), is_map

@@ -176,7 +176,7 @@ class AvroSchemaCheck:
     def _check_elements(
         self, schema: object, namespace: str, depth: int, *, key_bytes: int
     ) -> tuple[Any, _Size]:
-        """Check the type of elements; return it, and the size of their array or map."""
+        """Check the type of the elements; return this type, and the size of the array or map."""
         checked, size = self._check_type(schema, namespace, depth - 1)
         if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
             raise BadFormat(

@@ -12,7 +12,7 @@ Rules:
          schema.
     2. All requests for one schema share one time limit, including the requests for the schemas to
        which it refers. Each address of the registry gets an equal share of the remaining time. If
-       it does not answer within its share, the next address is used.
+       an address does not answer within its share, the next address is used.
     3. A schema refers to at most `REFERENCES_MAX` other schemas, directly or indirectly.
 """
 

@@ -5,9 +5,10 @@ also does not depend on the type of changes: without Spark they are an Arrow tab
 DataFrame.
 
 Rules:
-    1. The table is the checkpoint: before each batch, the follower reads the table marks. If the
-       marks have not changed since the last read, the follower also skips the following
-       transactions in which it has already found no changes.
+    1. The table is the checkpoint: before each batch, the follower reads the table marks. The
+       transactions after the marks may include some in which the follower has already found no
+       changes. If the marks have not changed since the last read, the follower also skips these
+       transactions.
     2. A batch is one commit, on top of the table version that the follower has read. If another
        program has committed first, the follower reads the table again. Exception: a separate
        commit, with the current marks, may add new fields of structs before the batch.
@@ -201,8 +202,9 @@ class TableProgress(Generic[ChangesT]):
     Args:
         table: the table; it is created if it does not exist.
         location: the name or the path of the table, for errors and log lines.
-        follower: the name of the follower and the key of the cluster. Its marks are the start for a
-            table without marks; if it has none, the start is the first available transaction.
+        follower: the name of the follower and the key of the cluster. A table without marks starts
+            at the marks in `follower`; if `follower` has no marks, the table starts at the first
+            available transaction.
         clock_s: a monotonic clock, in seconds.
     """
 

@@ -18,7 +18,8 @@ Rules:
     4. Transactions of one partition are ordered by ID. There is no order between partitions, so a
        key with changes in two partitions is an error.
     5. `last_changes` is associative: applied to the last changes of several parts, it returns the
-       last changes of the whole. The only condition is that each transaction is in one part.
+       last changes of all parts together. The only condition is that no transaction is split
+       between two parts.
 """
 
 import re

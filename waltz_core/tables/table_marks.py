@@ -14,7 +14,8 @@ Rules:
        lost transactions of the table.
     4. Each commit has a version, which increases with each batch. It is at most the number of
        transactions up to the marks of the commit, and higher than the number of transactions up to
-       all earlier marks. Without Spark, the version equals the number of transactions.
+       the marks of each earlier commit. Without Spark, the version equals the number of
+       transactions.
     5. A table with a version but without marks has lost its marks. The follower then reports an
        error and does not start from the beginning: the user must decide.
     6. A follower never changes the rules of a table. Otherwise the rows would be a mixture of two
@@ -48,7 +49,8 @@ class StoredRules(NamedTuple):
     Attributes:
         key: the key columns, sorted.
         headers: the headers of the table's transactions, sorted; () if all transactions belong to
-            it. None if a query of the user selects the transactions, which cannot be compared.
+            it. None if a query of the user selects the transactions; such a query cannot be
+            compared.
         delete_headers: the headers of transactions that are deletes, sorted.
         delete_where: the condition for other deletes.
         changes: the name of the changes function.

@@ -221,8 +221,8 @@ async def read_revision_use(
 ) -> RevisionUse:
     """Return the daemons that use a revision now, and the daemons that do not (rule 5)."""
     published = await coordinator.read_applied_revisions()
-    # Read after `published`: if a published revision is above the stored one, ZooKeeper was
-    # restored (rule 4).
+    # The stored revision is read after the published ones. So if a published revision is above the
+    # stored revision, ZooKeeper was restored (rule 4).
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
     usage = RevisionUse(
@@ -261,7 +261,7 @@ async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:
 
 
 def _registered_server_texts(view: ServersView) -> dict[str, str]:
-    """Return the registered servers as texts, by the name of their applied revision."""
+    """Describe the registered servers; the keys name their applied revisions."""
     return {
         server_node_name(key): f"server {descriptor.address}"
         for key, descriptor in view.servers.items()
@@ -269,7 +269,7 @@ def _registered_server_texts(view: ServersView) -> dict[str, str]:
 
 
 async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
-    """Return the storages with replicas as texts, by the name of their applied revision."""
+    """Describe the storages that have replicas; the keys name their applied revisions."""
     partitions_by_storage = (await coordinator.read_replica_assignment()).partitions
     return {
         storage_node_name(address): f"storage {address}"

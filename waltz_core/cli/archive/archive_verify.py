@@ -33,7 +33,7 @@ from waltz_core.records.record import PartitionId, TransactionId
 
 ResultT = TypeVar("ResultT")
 ShowText: TypeAlias = Callable[[str], None]
-# The action for a file of a manifest, and for an object that no storage can write again.
+# The action for a manifest file, or for an object that no storage can write again.
 RESTORE_ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify "
     "again; until then, do not lower local_retention_bytes and local_retention_ms"
@@ -197,7 +197,7 @@ async def _verify_partition(
 def _unarchived_note(
     check: ArchiveCheck, recorded_archive: RecordedArchive | None
 ) -> tuple[str, bool]:
-    """Return a text about requested transactions that are not archived, and if none is archived.
+    """Return a text about requested transactions that the archive lacks, and whether it lacks all.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.

@@ -301,7 +301,7 @@ def _parse_start_time(options: FollowOptions) -> int | None:
 def _marks_before_time(
     client: WaltzClient, state_reader: LogStateReader, since_ms: int
 ) -> Mapping[int, int]:
-    """Return the marks before the first transactions that may have been committed since a time."""
+    """Return for each partition the mark before its first transaction since a time."""
     log = state_reader.state()
     start_marks = {}
     for partition, mark in log.marks.items():

@@ -34,7 +34,7 @@ class ConnectionCheck(NamedTuple):
 @options.connect_option
 @options.json_option
 async def check_connectivity(*, connect: str, as_json: bool) -> int:
-    """Check that this command can connect to all servers, and they to all storages."""
+    """Check that this command can connect to all servers, and each server to all storages."""
     async with open_command_session(connect) as coordinator:
         servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
         storages = [

@@ -158,7 +158,7 @@ async def _query_replicas(
     expected: ExpectedCluster,
     newest: SessionId,
 ) -> _ReplicaAnswers:
-    """Claim a session later than `newest`, as an owner does, and query every replica in it."""
+    """Claim a session after `newest`, as an owner does, and query every replica in this session."""
     view = await coordinator.read_partition(partition_id)
     metadata, marker = view.metadata, view.marker
     if metadata is None or marker is None or not metadata.states:

@@ -1,8 +1,8 @@
 """Sends storages the requests that normally only the owner of a store session sends.
 
 The commands for disaster recovery need these requests to inspect and choose logs. The storage
-applies the same rules to them as to requests from a server. `cluster/change/rebuilding.py` decides,
-based on the answers.
+applies the same rules to requests of these commands as to requests of a server.
+`cluster/change/rebuilding.py` decides, based on the answers.
 
 Rules:
     1. No server may have the same session. So `accept-replicas` uses a session that it has claimed

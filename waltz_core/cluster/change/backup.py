@@ -43,7 +43,7 @@ from waltz_core.records.record import (
 
 @dataclass(frozen=True, slots=True)
 class PartitionBackup:
-    """The part of a backup for one partition; without a manifest, it has no transactions."""
+    """The part of a backup for one partition; the log is empty if there is no manifest."""
 
     high_water_mark: TransactionId
     session_id: SessionId

@@ -363,9 +363,10 @@ def placement_with_replacement(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which storage `new` has taken over the replicas of storage `old`.
 
-    If both storages have a replica, and the partition has more replicas than usual, the change
-    completes an earlier move. If both have a replica, but the partition does not have more replicas
-    than usual, this function raises BadRequest: the change would only remove a replica.
+    If both storages have a replica of a partition, the result depends on the number of its
+    replicas. If the partition has more replicas than usual, the change completes an earlier move.
+    In all other cases, this function raises BadRequest, because the change would only remove a
+    replica.
     """
     usual_count = _usual_replica_count(current)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
@@ -400,7 +401,7 @@ def placement_with_missing_replicas(
 
 
 def _usual_replica_count(current: Placement) -> int:
-    """Return the number of replicas that most partitions have; the greater one if two are equal."""
+    """Return the number of replicas that most partitions have; in a tie, the greater number."""
     counts = [len(replicas) for replicas in current.values()]
     return max(counts, key=lambda each: (counts.count(each), each), default=0)
 

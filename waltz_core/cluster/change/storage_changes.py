@@ -56,7 +56,7 @@ class StorageLayout:
     def with_storage(
         self, address: ReplicaId, admin_port: int, group: int | None
     ) -> "StorageLayout":
-        """Return the layout with one more storage, without partitions; group None: a new group.
+        """Return the layout with one more storage that has no partitions; group None: a new group.
 
         Raises BadRequest if the storage exists already, BadConfig if address or port are not valid.
         """

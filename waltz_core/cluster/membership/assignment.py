@@ -209,9 +209,9 @@ class _AssignmentBuilder:
         if self._owner.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)
         self.owned[server_id][partition_id] = generation
-        # The spare partitions are the remainder of the division: each may go to a server beyond its
-        # share. If more partitions than these go to servers beyond their shares, because they are
-        # preferred, the number becomes negative, and other servers stay below their share.
+        # The spare partitions are the remainder of the division: each may go to a server that
+        # already has its share. If preferences give more partitions than these to servers beyond
+        # their shares, the number becomes negative, and other servers stay below their shares.
         if len(self.owned[server_id]) > self._share:
             self._spare -= 1
 

@@ -306,8 +306,9 @@ class Membership:
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Assign a partition of this process to another live server.
 
-        The same write removes this server's preference for the partition. Otherwise the next
-        assignment would give the partition back. `change_preferences` can set the preference again.
+        The same write removes this server's preference for the partition. Without this removal, the
+        next assignment would give the partition back to this server. `change_preferences` can set
+        the preference again.
 
         Returns False if there is no other server, or if this process does not own the partition any
         more. Raises CoordinatorUnavailable if ZooKeeper does not answer.
@@ -383,7 +384,7 @@ class Membership:
         return _servers_view(await self._read_membership(), partition_count)
 
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view, and if no server is live, until cancelled.
+        """Call back with each settled view (rule 1), and if no server is live, until cancelled.
 
         While this process is registered, this method also keeps it registered. If this process is
         the leader, the method also computes the assignments (rules 1 and 2).

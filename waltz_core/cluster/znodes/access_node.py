@@ -3,8 +3,8 @@
 Rules:
     1. The node is unreadable if it contains an unknown, missing or duplicate key, a value of
        another type, or a name or range outside of its limits. A daemon that cannot read the node
-       keeps its permissions (AC 6). Otherwise an older version would ignore a part that it does not
-       understand, and could grant too much.
+       keeps its permissions (AC 6). Reason: if an older version ignored a part that it does not
+       understand, it could grant too much.
     2. Two principals are reserved: `anonymous` may have grants and limits, and `other` is only a
        label of metrics. Neither of them may have a token.
 """

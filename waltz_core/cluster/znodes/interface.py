@@ -9,8 +9,8 @@ Rules for implementations:
        raises `errors.CoordinatorConflict` and has changed nothing. A write whose answer was lost
        raises `errors.CoordinatorOutcomeUnknown`. A write that was never sent raises
        `errors.CoordinatorUnavailable`.
-    2. A watch is a signal: it is set when data that was read with it may have changed, and at each
-       change of the session's state. Early and unnecessary signals are harmless.
+    2. A watch is a signal: it is set when data that was read with this watch may have changed, and
+       at each change of the session's state. Early and unnecessary signals are harmless.
     3. Signals and state callbacks arrive on the thread of the caller's event loop.
 """
 
@@ -170,7 +170,7 @@ class Znodes(Protocol):
         """
 
     async def reset_access_list(self, path: str) -> None:
-        """Give a node the access list of a new node, if the session has credentials.
+        """Set a node's access list to the list of a new node, if the session has credentials.
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """

@@ -22,8 +22,8 @@ Rules:
        grant at most the permissions of members.
     3. A line for "world" never applies to R/x/access and R/x/audit, because these nodes contain
        permissions, keys and the audit log.
-    4. An administrator's session also logs in as the members' user. So it may change nodes that
-       this user created when it was the only one.
+    4. An administrator's session also logs in as the members' user. So this session may also change
+       nodes that this user created while it was the only user.
     5. Empty lines, and lines that begin with "#", are ignored.
 """
 

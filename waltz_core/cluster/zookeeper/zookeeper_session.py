@@ -387,7 +387,7 @@ class ZooKeeperSession:
                 self._client.close()
             _call_soon(loop, stopped.set)
 
-        # A separate thread, because the end of the event loop would wait for a thread of its pool.
+        # A separate thread, because at its end, an event loop waits for the threads of its pool.
         try:
             threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
         except RuntimeError:  # Python 3.12 and later start no thread during exit.
@@ -631,7 +631,7 @@ class ZooKeeperSession:
 
 
 def _utc_now() -> str:
-    """Return the time in UTC, because the log format of an application may not contain it."""
+    """Return the time in UTC, because an application's log format may not contain the time."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

@@ -198,7 +198,7 @@ class ClusterViewer:
 
 
 def _has_answer(cluster: ClusterFacts) -> bool:
-    """Return whether a member has answered the caller, and so has checked its token."""
+    """Return whether a member has answered the caller, and so has checked the caller's token."""
     storages = cluster.storages.values()
     return any(not member.failure for member in cluster.servers.values()) or any(
         not member.failure and not member.admin_failure for member in storages
@@ -316,8 +316,8 @@ def _partition_state(condition: PartitionCondition, available: int) -> str:
     """Return the state of a partition; `available` is its number of available replicas.
 
     An owner without a quorum keeps its session open for a while, but cannot confirm a high-water
-    mark. If it confirms a mark, the partition has a quorum, even if the gateway itself cannot
-    connect to the storages.
+    mark. If the owner confirms a mark, the partition has a quorum, even if the gateway itself
+    cannot connect to the storages.
     """
     if condition.owner is None:
         return "no_owner"

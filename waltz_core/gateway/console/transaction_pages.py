@@ -18,8 +18,9 @@ Rules:
     5. A backward page ends at the first available transaction, even if transactions expire at the
        same time. A forward page that begins at an expired transaction raises BeforeLogStart.
     6. The text of a payload has at most `TEXT_BYTES_MAX` bytes. After the texts of a page have
-       reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. The first
-       transaction of a page always has its longest text, so a page of one transaction shows it.
+       reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. This limit
+       does not apply to the first transaction of a page, so a page of one transaction shows its
+       longest text.
 """
 
 import asyncio
@@ -173,7 +174,7 @@ async def _read_log_ends(client: AsyncWaltzClient, partition: int) -> _LogEnds:
 
 
 def _available_start_in(error: errors.BeforeLogStart, known_first: int) -> int:
-    """Return the first available ID that an error states; raise the error if it is not new."""
+    """Return the first available ID in an error; raise the error if `known_first` is not lower."""
     if error.first_available <= known_first:
         raise error
     return error.first_available
@@ -295,7 +296,7 @@ class _BackwardSearch:
         return window_rows
 
     def _may_complete(self, ids: int, chunk_ids: int) -> bool:
-        """Whether the rest of a window fits the limits, if later queries return as many IDs."""
+        """Whether the rest of a window fits the limits, if each query returns `chunk_ids` IDs."""
         return self._fetches.may_continue and ids <= chunk_ids * self._fetches.left_count
 
     def _next_size(self, window_ids: int, chunk_ids: int) -> int:
