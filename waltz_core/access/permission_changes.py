@@ -3,9 +3,9 @@
 `StoredPermissions.change` writes the result to ZooKeeper, with the next revision.
 
 Rules:
-    1. Input is checked here, before `access_node` encodes it. A value that no permissions may
-       contain raises BadConfig. A change that does not fit the existing permissions raises
-       BadRequest.
+    1. This module checks all input, before `access_node` encodes the permissions. A value that no
+       permissions may contain raises BadConfig. A change that does not fit the existing permissions
+       raises BadRequest.
     2. After a change of a verb, the grantee has at most one grant of this verb, with all of its
        partitions.
     3. Without a grant of `replicate` for a partition, no server can open a session of the

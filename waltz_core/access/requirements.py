@@ -32,7 +32,7 @@ class Scope(Enum):
 class Requirement:
     """A permission: one of the verbs, or all of them if `needs_all`, within a scope.
 
-    `require_all` and `require_one` return the same object for equal requirements, so that the
+    For equal requirements, `require_all` and `require_one` return the same object. Therefore the
     lookup for each request is fast.
     """
 

@@ -5,8 +5,8 @@ the settings are in the current context (`contextvars`), which all tasks of the 
 
 Rules:
     1. With the option `--tls`, the TLS settings come from this option, and there is no token.
-       Otherwise the connect string specifies both the TLS settings and the location of the token.
-       This is the connect string of the command or, if the command has none, $WALTZ_CONNECT.
+       Without `--tls`, the connect string specifies both the TLS settings and the location of the
+       token. This is the connect string of the command or, if the command has none, $WALTZ_CONNECT.
     2. For a request of the console, the gateway selects a TLS context with the token of the caller.
     3. Clients (`WaltzClient`) use their own connect string.
 """

@@ -361,9 +361,10 @@ class Coordinator:
     ) -> PartitionVersions:
         """Write metadata and marker in one compare-and-set, and return their new versions.
 
-        Raises CoordinatorConflict if either node is not at its expected version; nothing is written
-        then. Raises CoordinatorOutcomeUnknown if the answer is lost. The caller then reads the
-        nodes again, and compares session and nonce (docs/design/correctness.md 2.1 B).
+        If either node is not at its expected version, the method writes nothing, and raises
+        CoordinatorConflict. If the answer is lost, the method raises CoordinatorOutcomeUnknown. The
+        caller then reads the nodes again, and compares session and nonce
+        (docs/design/correctness.md 2.1 B).
         """
         if NO_NODE in expected:
             parents = (self.paths.partitions, self.paths.extensions, self.paths.markers)

@@ -19,16 +19,16 @@ Rules (docs/spark.md, "Exactly once"):
        exists.
     5. A write expires a given time after its node was last written, that is, after its start or its
        end. ZooKeeper's clock measures this time, because a driver's clock may be days off. The
-       removal first marks the write as done, with an empty summary, so that no task enters the
+       removal first marks the write as done, with an empty summary. Therefore no task enters the
        write while the nodes of its tasks are deleted.
     6. A run is one execution of the whole Spark job. The node of a task records its runs, because
        another run may have distributed the rows over the tasks differently.
     7. The version of the parent node of all writes is a fence. To begin or remove a write, a
-       process first reads this version, and then writes the parent node at this version in the same
-       atomic write. So a process that was paused cannot begin a write that was removed meanwhile,
-       and cannot remove a write that was started again. Other changes of existing nodes only
-       check the version of the parent node. The version of the changed node is not sufficient: a
-       node that is deleted and created again starts with the same versions.
+       process first reads this version. The atomic write that begins or removes the write then also
+       writes the parent node, at this version. So a process that was paused cannot begin a write
+       that was removed meanwhile, and cannot remove a write that was started again. Other changes
+       of existing nodes only check the version of the parent node. The version of the changed node
+       is not sufficient: a node that is deleted and created again starts with the same versions.
     8. A registry of one principal (`WriteRegistry.for_principal`) rejects the writes of other
        principals. A write belongs to the principal that began it. If the write was begun without a
        principal or by `anonymous`, it belongs to the first other principal that enters it. Then the
@@ -476,9 +476,9 @@ class WriteRegistry:
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
         """Remove a write; a task that still runs ends at its next mount (rule 5).
 
-        The write is removed only if it had expired at `expired_ms`, a time of ZooKeeper's clock:
-        another process may have removed it and started it again since. Returns whether the write
-        was removed.
+        The write is removed only if it had expired at `expired_ms`, a time of ZooKeeper's clock.
+        Reason: another process may have removed the write and started it again since. Returns
+        whether the write was removed.
         """
         failure_count = 0
         while failure_count < ATTEMPTS_MAX:

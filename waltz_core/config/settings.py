@@ -156,7 +156,7 @@ def load_config(
 def _validated_config(
     config_type: type[ConfigT], values: Mapping[str, SettingValue], origins: Mapping[str, str]
 ) -> ConfigT:
-    """Create the settings; an error of `validate` gets the source of the setting that it names."""
+    """Create the settings; if `validate` rejects a setting, add its source to the error."""
     try:
         return config_type(**values)
     except BadConfig as error:
@@ -180,7 +180,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
 def _environment_variables(
     config_type: type[Config], environment: Mapping[str, str], file: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Return pairs of a variable and its setting that apply to this kind (rule 2)."""
+    """Return the environment variables of this kind, each with its setting (rule 2)."""
     prefix = f"WALTZ_{config_type.kind.upper()}_"
     has_connect = any(setting_field.name == "connect" for setting_field in fields(config_type))
     is_general = has_connect and "WALTZ_CONNECT" in environment and "connect" not in file

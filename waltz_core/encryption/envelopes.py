@@ -12,8 +12,9 @@ are big-endian.
 
 Rules (docs/decisions/064):
     1. A call encrypts one payload, or the payloads of a column. For each key ID, the call reads a
-       random salt from the operating system, and derives an AES-GCM key from the key and the salt.
-       The nonce is the row number. So no nonce repeats under one AES-GCM key, even after a fork.
+       random salt from the operating system. From the key and the salt, the call derives an AES-GCM
+       key. The nonce is the row number. So no nonce repeats under one AES-GCM key, even after a
+       fork.
     2. The associated data is magic, key ID, partition and application header. It does not contain
        the cluster key, because a restored cluster has another cluster key.
     3. A payload that cannot be decrypted is returned as null, with a reason. An error is raised

@@ -52,7 +52,7 @@ EncodeEvent = Callable[[int, dict[str, Any] | None], bytes]
 
 
 def feed_client_config(config: ClientConfig) -> ClientConfig:
-    """Return the settings for the client of a feed; it prefetches little, as there are many."""
+    """Return the settings of a feed's client; it prefetches little, as there are many feeds."""
     return replace(config, feed_prefetch_count_max=PREFETCH_COUNT_MAX)
 
 

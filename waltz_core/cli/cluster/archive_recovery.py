@@ -7,12 +7,12 @@ had recorded.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
-       version. Later manifests of an owner replace its earlier ones, and their first available ID
-       is the same or higher (AR 7).
+       version. The later manifests of an owner replace its earlier ones. The first available ID of
+       a later manifest is the same or higher (AR 7).
     2. A manifest fits if three conditions hold. Its checksums and pages are valid. All of its
        available objects exist and have the recorded size. At the manifest's last ID, the chosen log
-       has the manifest's chain hash. A manifest that ZooKeeper never recorded may fit, too: a
-       storage has verified its objects before the manifest was written.
+       has the manifest's chain hash. A manifest that ZooKeeper never recorded may fit, too, because
+       a storage had verified the objects of the manifest before the manifest was written.
     3. The manifest must not end below the start of any replica's log. Replicas remove only archived
        transactions, so a manifest that ends below this start is not the newest one, and lacks
        transactions.
@@ -103,7 +103,7 @@ class ArchiveRecovery:
         self._on_skipped = on_skipped
 
     async def find_archived_mark(self, log: RecoveredLog) -> ArchivedMark | None:
-        """Return the archived mark of a partition; None if nothing of it is archived.
+        """Return the archived mark of a partition; None if no transaction is archived.
 
         Raises:
             BadRequest: the partition is rejected (rules 3 to 5).

@@ -282,7 +282,7 @@ def _choose_replica(
 
 
 def _log_sort_key(log: ReportedLog) -> tuple[bool, int, int, bool]:
-    """Return a sort key that prefers undamaged logs, then the most data, then trusted logs."""
+    """Return a sort key: undamaged logs first, then logs with more data, then trusted logs."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
@@ -682,8 +682,8 @@ async def _restore_permissions(command: ChangeCommand, exported: Permissions) ->
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
     """Whether no log was chosen for a partition yet, or its replicas are not assigned yet.
 
-    If an earlier command died before it assigned the replicas, the partition was never opened. So
-    its log can be chosen again.
+    If an earlier command died before it assigned the replicas, no server has opened the partition.
+    So the log of the partition can be chosen again.
     """
     view = await coordinator.read_partition(partition_id)
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)

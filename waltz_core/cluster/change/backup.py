@@ -10,8 +10,8 @@ Rules (docs/decisions/055):
        finished write have IDs up to the marks. The last readings ensure that the backup contains
        all IDs, attempts and sessions that occur in the log up to the marks.
     2. The backup records a write as done only if it was done at the first reading (`merge_writes`).
-    3. When the backup is complete, the archive contains each partition up to its mark; it may also
-       contain later transactions.
+    3. When the backup is complete, the archive contains each partition up to its mark. The archive
+       may also contain later transactions.
     4. The file contains the permissions, in the format of their node, if the cluster has
        permissions. Files of earlier versions contain neither permissions nor the last client ID
        that servers have issued.

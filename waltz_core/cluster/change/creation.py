@@ -5,8 +5,8 @@ those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluste
 
 Rules:
     1. The root's own data is written last. A root without data is not a cluster.
-    2. A small cluster is created in one atomic write; a large one in several writes, each within
-       ZooKeeper's limit for one request.
+    2. A small cluster is created in one atomic write. A large cluster is created in several writes,
+       each within ZooKeeper's limit for one request.
 """
 
 from collections.abc import Mapping, Sequence

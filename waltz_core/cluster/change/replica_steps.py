@@ -4,8 +4,8 @@ This module only decides the next step of a partition. `storage_changes.py` read
 writes the steps and waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
-    1. The next step of a partition begins only after its owner has opened a store session with the
-       replicas of the previous step.
+    1. The next step of a partition begins only after the owner of the partition has opened a store
+       session with the replicas of the previous step.
     2. A step adds one replica, removes one, or replaces one that is not in sync.
     3. After each step, the replicas that are in sync are a quorum, so that appends never wait for a
        replica that still copies the log. Partitions with a single replica are an exception.
@@ -129,7 +129,8 @@ def next_step(
 def apply_steps(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAssignments:
     """Return the assignment after these steps.
 
-    Raises CoordinatorConflict if the replicas of a partition are not those before its step.
+    Raises CoordinatorConflict if the replicas of a partition differ from those with which the step
+    was planned.
     """
     partitions = {name: list(numbers) for name, numbers in old.partitions.items()}
     for partition_id, before, after in changes:

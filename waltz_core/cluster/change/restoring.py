@@ -9,9 +9,9 @@ Rules (docs/decisions/055):
        mistaken for an old one.
     3. If an exactly-once write began after the restored end of a partition, its starting mark is
        moved back to this end. If any partition ends before the backup's mark, rows of finished
-       writes may be missing. Then no write is recorded as done: when Spark repeats a write, it
-       finds the stored rows in the log and appends only the missing rows. A write that was being
-       removed at the backup stays in this state.
+       writes may be missing. In this case, no write is recorded as done. When Spark then repeats a
+       write, it finds the stored rows in the log and appends only the missing rows. A write that
+       was being removed at the backup stays in this state.
     4. The permissions and their revision are those of the backup, but the key for proofs of client
        IDs is new. Reason: client IDs that were issued after the backup may be issued again, and
        their proofs with the earlier key must not be valid.

@@ -203,7 +203,7 @@ class StorageChanges:
         """Change replicas step by step until every partition has its wanted replicas.
 
         Raises BadRequest if the plan cannot be completed. If another command changes the same
-        partitions meanwhile, the plan continues from their new state.
+        partitions meanwhile, the plan continues from the new state of the partitions.
         """
         unfinished = list(plan.wanted)
         failure: list[errors.WaltzError] = []

@@ -104,7 +104,7 @@ def hand_over_partition(
     Each partition has its own cyclic order of the servers, and goes to the server after its owner.
     So the partition visits all servers before it returns to the first one, and the partitions of
     one owner go to different servers. The server with the fewest partitions would be a bad choice:
-    a server that has just handed over all its partitions would get them back.
+    if a server has just handed over all its partitions, it would get these partitions back.
 
     Returns None if there is no other server, or if the partition has another owner now.
     """
@@ -142,7 +142,7 @@ def move_partitions(
 def with_minimum_generations(
     old: PartitionAssignment, at_least: Mapping[PartitionId, Generation]
 ) -> PartitionAssignment:
-    """Return the assignment with the same owners and generations of at least these values."""
+    """Return the same assignment, with generations raised to at least these values."""
     servers = {
         server_id: {
             partition_id: max(generation, at_least.get(partition_id, generation))

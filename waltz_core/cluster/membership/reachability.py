@@ -5,10 +5,10 @@ Three components use this module (decision 027): each server, which tries to con
 and the doctor.
 
 Rules:
-    1. Each server publishes in the ephemeral node `R/x/reach/ID` which other servers it has
-       connected to. A server with an open partition is a *witness*: the open partition proves that
-       its network and its TLS settings work. A witness also publishes which servers it cannot
-       connect to. Waltz 0.13 neither writes nor reads these nodes.
+    1. Each server publishes, in the ephemeral node `R/x/reach/ID`, the other servers to which it
+       has connected. A server with an open partition is a *witness*: the open partition proves that
+       its network and its TLS settings work. A witness also publishes the servers to which it
+       cannot connect. Waltz 0.13 neither writes nor reads these nodes.
     2. A server is unreachable for a witness after `FAILURES_MIN` failed attempts in a row, over at
        least `FAILING_MS`. It is reachable again after a connection has lasted for `STABLE_MS`.
     3. A server to which no witness can connect owns no partitions. Exception: the server may own

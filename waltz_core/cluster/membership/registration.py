@@ -4,9 +4,9 @@ All processes read the live servers. Only the live server with the smallest ID, 
 partitions.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
-    1. An assignment is settled while its `cversion` equals the child version of its node: then it
-       was written for exactly the registered servers. Only settled assignments are passed to
-       callbacks.
+    1. An assignment is settled while its `cversion` equals the child version of its node. A settled
+       assignment was written for exactly the registered servers. Only settled assignments are
+       passed to callbacks.
     2. The leader computes the assignments. Exceptions: a server that changes its own preferences,
        or hands over a partition, writes the new assignment itself. Each assignment is written at
        the version that was read; after a conflict, the state is read again.
@@ -170,8 +170,8 @@ class Membership:
         """Change the preferred partitions of this server, and write a new assignment at once.
 
         Registration and assignment change in one write, so that no process sees only one of the two
-        changes. Rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
-        possible; nothing has changed then.
+        changes. Rule 5 may delay this write. If the write is not possible, nothing has changed, and
+        the method raises CoordinatorUnavailable.
         """
         partition_count = await self._read_partition_count()
         old_descriptor = self._descriptor

@@ -2,7 +2,7 @@
 
 Up to the restored end, the source cluster and the restored cluster have the same log. So a position
 in the source cluster, such as the offset of a Spark checkpoint, is also valid in the restored
-cluster, unless it is after this end.
+cluster, if the position is not after this end.
 """
 
 from collections.abc import Mapping
