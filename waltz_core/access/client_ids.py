@@ -1,8 +1,7 @@
 """Client IDs that servers issue, each with a proof (an HMAC) of its principal (AC 9).
 
-A server stores nothing for an ID that it issues, because every server can verify the proof. The
-proof is valid in every generation. Clients have allocated the IDs below `FIRST_ISSUED_ID` in
-ZooKeeper themselves.
+A server stores nothing for an ID that it issues, because every server can verify the proof, in
+every generation. Clients have allocated the IDs below `FIRST_ISSUED_ID` in ZooKeeper themselves.
 
 If a cluster is rebuilt or restored, the counter of issued IDs may be reset, and servers may issue
 IDs a second time. Therefore the permissions get a new signing key, which makes the proofs of the

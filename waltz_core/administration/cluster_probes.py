@@ -188,7 +188,7 @@ async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _
 
 
 def _short_error_text(error: Exception, address: str) -> str:
-    """Return the text of an error, without its address and its hint: findings have own hints."""
+    """Return the text of an error without address and hint: each finding has its own hint."""
     return str(error).removeprefix(f"{address}: ").partition(". Hint: ")[0]
 
 

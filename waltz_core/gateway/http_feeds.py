@@ -10,8 +10,8 @@ Rules:
        feed. With a filter, this mark also advances past transactions that do not match.
     4. The gateway checks the position and the permissions before the response begins, so that most
        errors determine the status of the response. A later error that ends the feed is the last
-       event. At each heartbeat, the gateway checks the token, because the client itself would not
-       report an invalid token: it waits until the token is valid again.
+       event. At each heartbeat, the gateway checks the token. The client itself would not report an
+       invalid token, but wait until the token is valid again.
 """
 
 import asyncio

@@ -13,13 +13,13 @@ Rules:
     2. The adapter reports the end of a mount as NOT_READY, with the request ID of the mount. The
        client then mounts again on the same connection, and flushes. The adapter sends this report
        once for each mount.
-    3. The adapter closes a connection in all cases in which a 0.13 server closes it. It also closes
-       a connection if it cannot report a high-water mark. The client then reconnects with the next
-       connection sequence, mounts, and requests the mark again.
+    3. The adapter closes a connection in all cases in which a 0.13 server closes it. The adapter
+       also closes a connection if it cannot report a high-water mark. The client then reconnects
+       with the next connection sequence, mounts, and requests the mark again.
     4. A request gets no answer if its mount is not the latest mount of the connection.
     5. After the report of rule 2, a client may continue to use the ended mount for at most
-       `MOUNT_WAIT_S`. A client that still uses it has not processed the report, so the adapter
-       closes the connection.
+       `MOUNT_WAIT_S`. A client that uses the ended mount after this time has not processed the
+       report, so the adapter closes the connection.
 """
 
 from dataclasses import dataclass
@@ -269,7 +269,8 @@ class LegacyClientAdapter:
             case MountRequest() | FeedRequest():
                 answer = self._on_mount_rejected(req_id, error)
             case AppendRequest():
-                # If the partition has moved, its feed is rejected as well, which ends the mount.
+                # If the partition has moved, its feed is rejected as well, and this rejection ends
+                # the mount.
                 if error.error_code == errors.ChecksumMismatch.code:
                     answer = EndConnection(error.message)
             case FlushRequest():

@@ -97,7 +97,7 @@ class LegacyAppends:
         return ended
 
     def end_rows_up_to(self, number: int, reason: RowOutcomeCode) -> list[SubmissionRows]:
-        """End all rows up to the row that was sent as `number`: they are not in the log."""
+        """End all rows up to the row with `number`, because these rows are not in the log."""
         ended = []
         while self.in_flight:
             req_id, row = next(iter(self.in_flight.items()))

@@ -8,10 +8,10 @@ Rules:
     2. The cluster stops only processes that it has started. It recognizes them by the process ID
        and the start time: both must be equal to the recorded values.
     3. Ports are chosen once for a directory and recorded in it. Until a daemon listens at its port,
-       this process keeps a socket bound to the port, so that no other cluster chooses it. If
-       another program uses a port at the next start, the cluster chooses a new port. Some ports
-       cannot be replaced, and cause an error instead: ports that a port base determines, and ports
-       that other processes have recorded, such as a storage's port.
+       this process keeps a socket bound to the port, so that no other cluster chooses this port. If
+       another program uses a port at the next start, the cluster chooses a new port. Two kinds of
+       ports cannot be replaced, and cause an error instead: ports that a port base determines, and
+       ports that other processes have recorded, such as a storage's port.
     4. The directory contains everything for another start, so nothing is lost if all processes are
        killed.
 """

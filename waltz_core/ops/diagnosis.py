@@ -52,20 +52,20 @@ NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
 # this number of transactions.
 LAG_TRANSACTIONS_MAX: Final = 100_000
 # A storage is slow if its append latency is at least `SLOW_APPEND_RATIO_MIN` times the median of
-# the other storages, measured in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
-# below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
+# the other storages. The measurement needs at least `SLOW_APPEND_SECONDS_MIN` seconds with appends.
+# Latencies below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
 SLOW_APPEND_RATIO_MIN: Final = 5
 SLOW_APPEND_MS_MIN: Final = 50
 SLOW_APPEND_SECONDS_MIN: Final = 10
 # If fewer days are left until the disk is full, there may be no time to add a storage or to
 # archive.
 FULL_SOON_DAYS_MAX: Final = 7
-# A single failure is not reported: it may be a throttled request, and the next attempt uses another
-# storage.
+# A single failure is not reported, because it may be a throttled request, and because the next
+# attempt uses another storage.
 ARCHIVE_FAILURES_MIN: Final = 2
 # A transaction is archived at the first attempt after `archive_age_ms`, when earlier ranges are
-# archived. So the limit for its age is twice this setting, plus the interval between attempts, plus
-# an hour for uploads.
+# archived. So the limit for the age of the transaction is twice this setting, plus the interval
+# between attempts, plus an hour for uploads.
 ARCHIVE_LAG_AGE_FACTOR: Final = 2
 ARCHIVE_UPLOAD_TIME_S: Final = 3_600
 FINDING_NAME_BY_REASON: Final = {
@@ -115,7 +115,7 @@ def _count_text(number: int, word: str) -> str:
 
 @dataclass(slots=True)
 class _Diagnosis:
-    """The findings so far, and those commands that do not depend on the state of the cluster."""
+    """Collects the findings, and creates commands that do not depend on the cluster's state."""
 
     facts: Facts
     findings: list[Finding] = field(default_factory=list)
@@ -737,8 +737,8 @@ class _PartitionDiagnosis:
     def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it was lost."""
         if rebuilding.is_undecided(self._condition.facts.metadata, self._condition.facts.marker):
-            # The assignment contains only the replicas that were chosen so far, not the former
-            # ones.
+            # The assignment contains only the replicas that the rebuilding has already chosen, not
+            # the former ones.
             self._add_finding(
                 "rebuilding-unfinished", rebuild=self._cluster_diagnosis.rebuild_command(None)
             )

@@ -55,8 +55,9 @@ class ServerFacts:
     # field contains their errors.
     is_excluded_as_unreachable: bool = False
     connection_errors: tuple[str, ...] = ()
-    # For each storage, a pair: the number of seconds in the last minute in which it answered
-    # appends, and the median latency in microseconds (of the mean latencies of these seconds).
+    # For each storage, a pair. The first number counts the seconds of the last minute in which the
+    # storage answered appends. The second number is the median of the mean latencies of these
+    # seconds, in microseconds.
     append_latencies: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -151,10 +152,10 @@ class PartitionFacts:
     """One partition: its state in ZooKeeper, and its owner's answers to a client.
 
     `commit_stamp_ahead_ms` is the time by which the commit stamp of the last transaction is in the
-    future. `oldest_unarchived_age_s` is the age of the oldest transaction that is not archived, 0
-    if all are archived; None if it is unknown, or if the cluster archives nothing.
-    `unarchived_bytes` is the approximate size of these transactions, as the owner reports it.
-    `archive_interval_ms` is the owner's setting, 0 if it archives nothing or is unknown.
+    future. `oldest_unarchived_age_s` is the age of the oldest transaction that is not archived. It
+    is 0 if all transactions are archived, and None if it is unknown or if the cluster archives
+    nothing. `unarchived_bytes` is the approximate size of these transactions, as the owner reports
+    it. `archive_interval_ms` is the owner's setting, 0 if it archives nothing or is unknown.
     """
 
     metadata: PartitionMetadata | None = None
@@ -220,7 +221,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts; if `cluster` is None, one of the three fields before it is the reason."""
+    """All facts; if `cluster` is None, one of the three fields before `cluster` is the reason."""
 
     connect: str
     zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()

@@ -1,8 +1,8 @@
 """CRC-32 of bytes, of many short rows, and of concatenated parts whose CRCs are known.
 
-CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from the checksums of
-its header and its data. The checksum of a run of records can be computed from the CRCs in the
-records. So the bytes are read only once.
+CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from two checksums:
+that of its header, and that of its data. The checksum of a run of records can be computed from the
+CRCs in the records. So the bytes are read only once.
 
 Rules:
     1. The algorithm is CRC-32 IEEE 802.3, like zlib's; results are always unsigned. ISA-L computes
@@ -136,8 +136,8 @@ def _run_within(crcs: U32, powers: U32) -> int:
 def crc32_of_rows(rows: U8) -> U32:
     """Return the CRC-32 of each row of a (row count, row bytes) array.
 
-    Columns with the same byte in all rows cost nothing: the CRC of one model row covers them. In
-    record headers, most columns are of this kind.
+    Columns with the same byte in all rows cost nothing, because the CRC of one model row covers
+    these columns. In record headers, most columns are of this kind.
     """
     count, width = rows.shape
     if count == 0:

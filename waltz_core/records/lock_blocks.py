@@ -10,17 +10,18 @@ from its end, where the newest blocks are.
 
 Rules:
     1. A block contains the write and append locks of all transactions first..last. For each lock,
-       it contains the distance from the transaction that wrote the lock to `last`. A block with
-       more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then `last` is
-       used as the writer of each lock, although the real writer may have a lower ID.
+       the block contains the distance from the transaction that wrote the lock to `last`. A block
+       with more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then
+       `last` is used as the writer of each lock, although the real writer may have a lower ID.
     2. `chain` is the hash chain of the log after `last` (replication/window.py), which covers the
        whole log up to `last`. If this field equals the known chain of a log at `last`, the block
        belongs to this log. Then the field `chain before` is the log's chain before `first`.
     3. Blocks are validated from a known end of the log downwards, because each valid block contains
-       the chain that its predecessor must have. A block that ends higher than expected is skipped:
-       its batch was lost, or the block is a duplicate. A block that ends lower shows that a block
-       is missing.
-    4. If a reader finds bytes that are not a block, or a gap, it does not use any older blocks.
+       the chain that its predecessor must have. A block that ends above the expected ID is skipped:
+       its batch was lost, or the block is a duplicate. A block that ends below the expected ID
+       shows that a block is missing.
+    4. If a reader finds a gap, or bytes that are not a block, the reader does not use any older
+       blocks.
 """
 
 from typing import Final, NamedTuple

@@ -1,9 +1,9 @@
 """Strict JSON: reads and writes only finite numbers, and text without unpaired surrogates.
 
 The client's serializer and Spark's payloads use this module, because Python's `json` accepts too
-much. It writes and reads `NaN` and `Infinity`, which other readers reject. It reads numbers such as
-`1e999` as infinity. It reads `"\\ud800"`, an unpaired surrogate, as a text, although UTF-8 cannot
-represent this text.
+much. Python's `json` writes and reads `NaN` and `Infinity`, which other readers reject. It reads
+numbers such as `1e999` as infinity. It also reads the unpaired surrogate `"\\ud800"` as a text,
+although UTF-8 cannot represent this text.
 
 Rules:
     1. The output is UTF-8 without unnecessary whitespace.

@@ -10,10 +10,10 @@ Rules:
     2. The error for a payload that does not fit the schema states the partition, transaction and
        column.
     3. A nested array is built from its children, and each child is cast separately. A cast of the
-       whole array would also cast the values that Arrow stores at the positions of nulls; these
-       values may not fit the type.
-    4. A key of a payload must be equal to the name of its column. In Spark, it may also differ in
-       case, unless `spark.sql.caseSensitive` is on.
+       whole array would also cast the values that Arrow stores at the positions of nulls. Such a
+       value may not fit the type.
+    4. A key of a payload must be equal to the name of its column. In Spark, the key may also differ
+       in case, unless `spark.sql.caseSensitive` is on.
     5. A field that is not nullable never contains a null, because Spark plans queries accordingly.
        A null or absent value does not fit such a field.
 """
@@ -169,7 +169,7 @@ class Unpacker:
         return rows, is_map
 
     def _mismatched_rows(self, values: list[Any], column_index: int, start: int) -> Iterator[int]:
-        """Find by bisection the rows whose values do not fit a column; yield their indexes."""
+        """Yield the indexes of the rows whose values do not fit a column, found by bisection."""
         try:
             self._array_builders[column_index](values)
         except _MISMATCHES:

@@ -197,7 +197,7 @@ class AvroConverter:
         branches.sort(key=lambda branch: branch[0] == "float")  # rule 2
         has_null = "null" in schema
 
-        # For a union, fastavro expects the name of the chosen type together with the value.
+        # For a union, fastavro expects a pair: the name of the chosen type, and the value.
         def convert(value: Any) -> tuple[str, Any]:  # noqa: ANN401
             if value is None and has_null:
                 return "null", None

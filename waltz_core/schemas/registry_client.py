@@ -187,7 +187,7 @@ class _SchemaLookup:
         schemas_by_version: dict[tuple[str, int], NamedSchema | None],
         location: str,
     ) -> None:
-        """Add the schemas to which a schema refers, each after the schemas that it needs itself."""
+        """Add the references of a schema, each after its own references."""
         for name, subject, version in _parse_references(reply, location):
             key = (subject, version)
             if key in schemas_by_version:

@@ -1,6 +1,6 @@
 """Tables that follow the log: changes of rows, computed from transactions, and table marks.
 
-`follower.py` is the loop of a follower; it depends neither on Arrow nor on a table format.
+`follower.py` is the loop of a follower, and depends neither on Arrow nor on a table format.
 `followed_log.py` reads the log for the loop. `row_changes.py` computes the changes in decoded
 transactions, and the last change of each key. `table_marks.py` encodes the marks that a table
 stores with its rows, and limits the next batch. `inferred_columns.py` infers the columns of tables

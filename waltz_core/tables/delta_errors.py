@@ -1,4 +1,4 @@
-"""Classifies errors of the library deltalake by their text, because it has few error classes.
+"""Classifies errors of deltalake by their text, because this library has few error classes.
 
 Rules:
     1. `Unavailable` and `Superseded` are temporary: errors of the network, of an overloaded or

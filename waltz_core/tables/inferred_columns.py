@@ -24,7 +24,7 @@ from waltz_core.tables.row_changes import DELETED, ArrowTable
 ArrowType: TypeAlias = pa.DataType
 
 # The maximum number of nested lists, maps and structs. deltalake can commit 60 levels, but cannot
-# read them again.
+# read such a commit again.
 LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 

@@ -9,7 +9,7 @@ Rules:
        in a key is an error that names the transaction.
     2. A transaction is a delete if its header is one of `delete_headers`, or if the condition
        `delete_where` is true; null counts as false. All other transactions are upserts.
-    3. If there is a changes function, it determines the changes, including deletes:
+    3. If there is a changes function, this function determines the changes, including deletes:
        - The function receives parts of a batch, of any size. So the changes of a transaction must
          depend only on this transaction.
        - The function returns only changes of the transactions that it has received.

@@ -8,13 +8,13 @@ Each commit of a follower contains the marks after its rows, as JSON in its meta
 Rules:
     1. Metadata with the key `waltz` must have exactly this form. Metadata without this key was
        written by another program, and contains no marks.
-    2. A batch begins after the table marks, and ends at most `count_max` transactions later. Its
-       content depends only on its start and its end.
-    3. Marks never decrease. If the log ends before the table marks, or begins after them, it has
-       lost transactions of the table.
-    4. Each commit has a version, which increases with each batch. It is at most the number of
-       transactions up to the marks of the commit, and higher than the number of transactions up to
-       the marks of each earlier commit. Without Spark, the version equals the number of
+    2. A batch begins after the table marks, and ends at most `count_max` transactions later. The
+       content of a batch depends only on the start and the end of the batch.
+    3. Marks never decrease. If the log ends before the table marks, or begins after them, the log
+       has lost transactions of the table.
+    4. Each commit has a version, which increases with each batch. The version is at most the number
+       of transactions up to the marks of the commit, and higher than the number of transactions up
+       to the marks of each earlier commit. Without Spark, the version equals the number of
        transactions.
     5. A table with a version but without marks has lost its marks. The follower then reports an
        error and does not start from the beginning: the user must decide.

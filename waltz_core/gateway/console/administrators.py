@@ -1,8 +1,8 @@
 """Checks whether the caller of a request is an administrator of the cluster.
 
 Normally, servers and storages (the members of the cluster) check the token and the permissions of
-the caller. The gateway checks them itself in two cases: if a change uses the gateway's user in
-ZooKeeper, and if no member answers.
+the caller. The gateway checks the token and the permissions itself in two cases: if a change uses
+the gateway's user in ZooKeeper, and if no member answers.
 """
 
 from typing import Final

@@ -63,7 +63,7 @@ class _NotMessagePack(ValueError):
 
 
 def message_pack_to_json(data: bytes, *, characters_max: int) -> tuple[str, bool] | None:
-    """Return a payload as JSON text, and whether values are missing at its end (rule 3).
+    """Return a payload as JSON text, and whether the text lacks values at its end (rule 3).
 
     The text may be longer than `characters_max`, because it may contain escaped characters. Returns
     None if the payload is not one map or array in MessagePack (rule 1).
@@ -97,7 +97,7 @@ class _Reader:
         return self._characters_left <= 0
 
     def read_value(self, depth: int) -> Any:  # noqa: ANN401 - any JSON value
-        """Return the next value; if the text is full, the end of a container is missing."""
+        """Return the next value; if the text is full, a map or array lacks its last values."""
         code = self._take(1)[0]
         self._characters_left -= 2  # a short value and a comma
         if _is_container(code):

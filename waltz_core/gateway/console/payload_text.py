@@ -155,7 +155,8 @@ def _reject_constant(word: str) -> NoReturn:
     raise ValueError(word)
 
 
-# Numbers are not converted: a conversion of many digits is slow, and Python limits their number.
+# Numbers are not converted: a conversion of many digits is slow, and Python limits the number of
+# digits.
 _JSON_DECODER: Final = json.JSONDecoder(
     parse_int=len, parse_float=len, parse_constant=_reject_constant
 )

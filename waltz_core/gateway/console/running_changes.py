@@ -11,7 +11,7 @@ Rules (decision 069):
        gateway.
     4. A change has an audit entry with the caller's principal, and continues when the page is
        closed. When the gateway stops, the change is interrupted. If the user starts the same change
-       again, it continues after the completed steps.
+       again, the change continues after the completed steps.
     5. While a change is running, the gateway does not start the same change again, because a
        browser may send a request twice.
     6. At shutdown, the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log.

@@ -1,7 +1,7 @@
 """Pages of a partition's log for the transaction browser: forwards, backwards, and by time.
 
-A page contains up to `count` transactions, as dicts for JSON. With a header filter, it contains
-only matching transactions, but the server reads all transactions between them.
+A page contains up to `count` transactions, as dicts for JSON. With a header filter, a page contains
+only matching transactions, but the server also reads the transactions between them.
 
 Rules:
     1. The work of a request is bounded. It sends at most `FETCHES_MAX` queries for transactions,
@@ -137,7 +137,7 @@ async def first_transaction_at(
     """Return the ID of the first available transaction that may be committed at or after a time.
 
     If all transactions are older, the ID is the high-water mark + 1. The answer also contains the
-    high-water mark, because the mark on the page may be old.
+    high-water mark, because the mark that the page shows may be outdated.
 
     Raises:
         RequestRejected: the time is out of range.
