@@ -240,7 +240,7 @@ class NotOwned(Unavailable):
 class Overloaded(Unavailable):
     """A queue or a memory budget is full, or the principal is over one of its limits.
 
-    `retry_after_ms` is the time after which the server expects to accept the request; 0: unknown.
+    `retry_after_ms` is the time after which the server expects to accept the request; 0 if unknown.
 
     Action: Repeat the call after a pause, and append less at once. If the message names a limit of
     the principal, an administrator can raise it with `waltz-core access limit`.

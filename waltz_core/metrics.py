@@ -628,8 +628,8 @@ class Metrics:
         self._collectors: dict[str, Any] = {}
         # The growth of counters since the last page (rule 4).
         self._counter_growth: dict[tuple[object, ...], float] = {}
-        # The metrics by name and labels, because a lookup in prometheus_client takes longer than
-        # the count itself.
+        # A cache of the metrics by name and labels. A lookup in prometheus_client would take longer
+        # than the count itself.
         self._labeled_metrics: dict[tuple[object, ...], Any] = {}
         # The keys of `_labeled_metrics` by label and value, for example to find all metrics of a
         # partition.

@@ -211,7 +211,7 @@ class Quota:
         self._rejections.take(1 + size_bytes // BYTES_PER_REJECTION, now_ns)
 
     def rejection_wait_ns(self, now_ns: int) -> int:
-        """Return how many ns pass until the daemon reads a rejected connection again (rule 4)."""
+        """Return the nanoseconds until a connection with a rejection may be read again (rule 4)."""
         return self._rejections.wait_ns(now_ns)
 
     def charge_sent_bytes(self, size_bytes: int, now_ns: int) -> int:

@@ -26,7 +26,7 @@ ChangeResult: TypeAlias = Mapping[str, object] | None
 
 
 class ChangeRun:
-    """A running change of a cluster: its completed steps, and the reason for which it waits."""
+    """A running change of a cluster: the completed steps, and the reason for a wait."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator

@@ -515,7 +515,7 @@ class _ServerProbe:
     async def _query_archive(
         self, link: ServerLink, partition_id: PartitionId
     ) -> tuple[int | None, int]:
-        """Return the approximate bytes that are not archived, and the archiver's interval in ms."""
+        """Return roughly how many bytes are not archived, and the archiver's interval in ms."""
         if self._archived_last_ids[partition_id] == BEFORE_FIRST:
             return None, 0
 
@@ -546,7 +546,7 @@ class _ServerProbe:
     async def _query_commit_stamp_ahead_ms(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId
     ) -> float | None:
-        """Return by how much the commit stamp of a transaction is in the future."""
+        """Return the time by which a transaction's commit stamp is in the future."""
         if last < 0:
             return None
 

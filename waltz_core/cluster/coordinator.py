@@ -480,7 +480,7 @@ class Coordinator:
         callback: Callable[[Permissions | None], None],
         on_not_published: Callable[[errors.WaltzError], None] = lambda _: None,
     ) -> Never:
-        """Call back with the permissions, now and at each change; None: the node is missing.
+        """Call back with the permissions, None if the node is missing, now and at each change.
 
         The method also publishes the revision that `set_applied_revision` has set. If the revision
         cannot be published, `on_not_published` receives the error, and the method continues to

@@ -269,7 +269,10 @@ class WriteRegistry:
             )
 
     async def _count_writes(self, principal: str) -> int:
-        """Return the number of a principal's writes; 0 if the total is below the limit."""
+        """Return the number of a principal's writes.
+
+        Return 0 if the writes of all principals together are below the limit.
+        """
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         if len(names) < WRITES_PER_PRINCIPAL_MAX:
@@ -299,13 +302,13 @@ class WriteRegistry:
                 )
 
     async def _fence_operations(self) -> list[Operation]:
-        """Return a write of the fence, for a begin or a removal (rule 7)."""
+        """Return the operation that writes the fence, to begin or remove a write (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
     async def _fence_check_operations(self) -> list[Operation]:
-        """Return a check of the fence, for other changes of existing nodes (rule 7)."""
+        """Return the operation that checks the fence, for other changes of nodes (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [CheckVersion(path, node.stat.version)]
@@ -346,7 +349,10 @@ class WriteRegistry:
         )
 
     async def _take_ownership(self, write: str) -> bool:
-        """Make the principal the owner of an unowned write (rule 8); False: try again."""
+        """Make the principal the owner of an unowned write (rule 8).
+
+        Return False if the caller must try again.
+        """
         if self._principal is None or self._principal in _UNOWNED_PRINCIPALS:
             return True
         path = self._path(write)
@@ -491,7 +497,10 @@ class WriteRegistry:
     async def _next_removal_operations(
         self, path: str, expired_ms: int | None
     ) -> list[Operation] | bool:
-        """Return the next operations; True: the write is already removed, False: it must stay."""
+        """Return the next operations of a removal.
+
+        Return True if the write is already removed, and False if it must stay.
+        """
         fence = await self._fence_operations()
         node = await self._znodes.get(path)
         if node is None:

@@ -229,7 +229,7 @@ def _check_audit_log(audit_log: str, access: str) -> None:
 
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
-    """Raise BadConfig for an invalid host, or one at which other machines cannot connect."""
+    """Raise BadConfig for a host that is invalid, or to which other machines cannot connect."""
     # An IPv6 address may be in brackets.
     unbracketed_host = advertised_host.removeprefix("[").removesuffix("]")
     host_settings = {

@@ -214,7 +214,7 @@ class LegacyClientAdapter:
                 return message
 
     def _on_append_ended(self, message: AppendResult) -> LegacyResponse | None:
-        """Report the outcome of an append that is not committed; the feed reports the others."""
+        """Report the outcome of a failed append; the feed reports the committed appends."""
         req_id, reason = message.req_id, RowOutcomeCode(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is RowOutcomeCode.LOCK:

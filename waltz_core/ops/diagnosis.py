@@ -491,7 +491,7 @@ class _ClusterDiagnosis:
     def _excessive_archive_lags_s(
         self, storages: Iterable[StorageFacts]
     ) -> dict[PartitionId, float]:
-        """Return the lags over the limit in seconds, by partition; none if no owner archives."""
+        """Return the lags over the limit, in seconds by partition; empty if no owner archives."""
         partitions = self._cluster.partitions
         interval_ms = max((each.archive_interval_ms for each in partitions.values()), default=0)
         if interval_ms == 0:
@@ -507,9 +507,9 @@ class _ClusterDiagnosis:
         """Report damage and failed writes of the archive; return whether a finding was added.
 
         All storages use the same object store. So the same damage at several storages is one
-        finding, and so are all failures to write. If everything is archived, the last failure of a
-        storage is not reported, because the storage tries again when there is something to archive.
-        If the archive lags, a single failure is sufficient for a finding.
+        finding, and all failures to write together are one finding. If everything is archived, the
+        last failure of a storage is not reported, because the storage tries again when there is
+        something to archive. If the archive lags, a single failure is sufficient for a finding.
         """
         damage: dict[str, list[ReplicaId]] = {}
         failed: dict[ReplicaId, ArchiveFacts] = {}

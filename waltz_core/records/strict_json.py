@@ -123,7 +123,8 @@ def _decode_text(text: str) -> Any:  # noqa: ANN401
     except ValueError as error:
         if len(text) > _LOCATED_CHARACTERS_MAX:  # rule 4
             raise ValueError(f"found {error}; {NOT_FINITE_TEXT}") from error
-        # Decode the text a second time and keep these words, to find their position.
+        # Decode the text a second time, but keep `NaN`, infinities and too large numbers as texts,
+        # to find their positions.
         wrong_part = _find_wrong_part(
             _LENIENT_DECODER.decode(text), lambda part: type(part) is _NonFinite
         )

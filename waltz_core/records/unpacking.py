@@ -116,7 +116,8 @@ class Unpacker:
         """Decode payloads; return the wanted columns, and a mask of the complete rows.
 
         If a value does not fit, only its column is null; if a payload is not a map, all columns are
-        null. A row with a null in a column that is not nullable is not complete (rule 5).
+        null. A row is complete if its payload is a map, all values fit, no required column is
+        absent, and no null is in a column that is not nullable (rule 5).
         """
         rows, is_complete = self._decode_each_map(data)
         for index, _ in self._missing_values(rows):

@@ -1,8 +1,8 @@
 """Finds a follower's commits in the history of a Delta table, written by deltalake or Spark.
 
 Rules:
-    1. A maintenance commit belongs to no follower, even if it contains a follower's marks. For
-       example, a commit of Spark's auto compaction inherits the metadata of the session.
+    1. A maintenance commit belongs to no follower, even if it contains a follower's marks. Reason:
+       a commit of Spark's auto compaction inherits the metadata of the session.
     2. Spark's `MERGE` succeeds even if a `RESTORE`, or a commit of a follower with another name,
        came after the marks were read. The follower detects such a commit only when the follower
        reads the table again. It may be killed before this read. So the next process also searches

@@ -101,8 +101,8 @@ class ChangesFunction:
 
     Args:
         name: the name of the function, `module:function`.
-        columns: the columns of the table: the columns that the function returns, without position
-            and `_deleted`.
+        columns: the columns of the table. These are the columns that the function returns, without
+            position and `_deleted`.
     """
 
     name: str
@@ -165,7 +165,7 @@ class ChangeRules:
             )
 
     def stored_rules(self, headers: Iterable[int] | None) -> StoredRules:
-        """Return the form of these rules that a table stores, with its transactions' headers."""
+        """Return the rules as a table stores them, with the headers of the table's transactions."""
         return StoredRules(
             tuple(sorted(self.key)),
             None if headers is None else tuple(sorted(set(headers))),

@@ -226,8 +226,8 @@ def _rule_text(rule: object) -> str:
 def next_batch_marks(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
     """Return the marks at the end of the batch that begins after the table marks (rule 2).
 
-    The result equals the table marks if the log has no more transactions. A partition without a
-    table mark begins before its first transaction.
+    The result equals the table marks if the log has no more transactions. If a partition has no
+    table mark, its batch begins before its first transaction.
 
     Raises:
         DataLoss: the log has lost transactions (rule 3).

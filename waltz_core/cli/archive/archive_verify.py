@@ -238,7 +238,8 @@ async def _repair_object(
         )
         return
     object_fields = (problem["name"], problem["first"], problem["last"])
-    # Identifies this attempt, because the owner may still have the outcome of an earlier command.
+    # This number identifies this attempt, because the owner may still have the outcome of an
+    # earlier command.
     token = randbits(63)
     while True:
         answer = await client.requests.replace_object(partition_id, *object_fields, token=token)

@@ -96,7 +96,7 @@ def declared_schema(columns: Sequence[str]) -> ArrowSchema | None:
 
     Raises:
         BadConfig: the type of a column is unknown, or is missing although the column is not a
-        column of the log.
+            column of the log.
     """
     fields = []
     for column in columns:

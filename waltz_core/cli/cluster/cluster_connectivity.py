@@ -1,8 +1,8 @@
 """`waltz-core cluster check-connectivity`: check connections to servers and between processes.
 
-The command itself cannot detect a firewall between a server and a storage. So it requests each
-server to connect to every storage. The request is message 13 of protocol L, which 0.13 servers also
-answer.
+The command itself cannot detect a firewall between a server and a storage. So the command requests
+each server to connect to every storage. The request is message 13 of protocol L, which 0.13 servers
+also answer.
 """
 
 import asyncio

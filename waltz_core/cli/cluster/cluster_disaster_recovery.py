@@ -680,7 +680,7 @@ async def _restore_permissions(command: ChangeCommand, exported: Permissions) ->
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether no log was chosen for a partition yet, or its replicas are not assigned yet.
+    """Whether a partition still has no chosen log, or no assigned replicas.
 
     If an earlier command died before it assigned the replicas, no server has opened the partition.
     So the log of the partition can be chosen again.

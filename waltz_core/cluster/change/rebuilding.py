@@ -205,7 +205,7 @@ def choose_log(
 def _choose_members(
     ranked: Sequence[ReplicaId], groups: Mapping[ReplicaId, int], count: int
 ) -> tuple[ReplicaId, ...]:
-    """Take the best replica of each group first, then the best of the others."""
+    """Take the best replica of each group first, then the best of the remaining replicas."""
     best_of_group: dict[int | None, ReplicaId] = {}
     for name in ranked:
         best_of_group.setdefault(groups.get(name), name)

@@ -478,7 +478,7 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
 
 
 def _move_one_replica(builder: _PlacementBuilder) -> bool:
-    """Move one replica to a storage with at least two fewer; return False if none can move."""
+    """Move a replica to a storage that has at least two fewer; return False if none can move."""
     storages = sorted(builder.groups, key=lambda replica: builder.replica_counts[replica])
     for source in reversed(storages):
         for target in storages:

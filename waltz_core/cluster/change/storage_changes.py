@@ -8,8 +8,8 @@ Rules:
     1. Assignment, groups and admin ports are read together and change in one write.
     2. `replica_steps.py` decides the next step from the current state of ZooKeeper; after each
        write, the state is read again.
-    3. The number of partitions that change at a time is limited, so that their copies do not
-       displace appends.
+    3. Only a limited number of partitions change at a time, so that copies of logs do not displace
+       appends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,9 @@ class StorageLayout:
     def with_storage(
         self, address: ReplicaId, admin_port: int, group: int | None
     ) -> "StorageLayout":
-        """Return the layout with one more storage that has no partitions; group None: a new group.
+        """Return the layout with one more storage, which has no partitions.
+
+        If `group` is None, the storage gets a new group.
 
         Raises BadRequest if the storage exists already, BadConfig if address or port are not valid.
         """

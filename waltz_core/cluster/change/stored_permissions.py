@@ -1,15 +1,15 @@
 """Reads and changes the permissions in ZooKeeper, for commands (decision 048).
 
 Rules:
-    1. Each change is one compare-and-set with the next revision, its author and its time. After a
-       concurrent change, the change is computed again from the new permissions.
+    1. Each change is one compare-and-set with the next revision, its author and its time. If
+       another change was concurrent, the later change is computed again from the new permissions.
     2. If the outcome of a write is unknown, the node of the permissions is read again. If the node
        contains exactly the written bytes, the write has succeeded. If the node still has the
        version from before the write, the write has failed. In all other cases, the caller gets the
        error.
     3. Another user of ZooKeeper may have created the node of the permissions or of the audit log
-       earlier, and may have given itself access to it. Therefore `create` and `replace` first set
-       the access lists of both nodes, and only then read the nodes.
+       earlier, and may have given itself access to this node. Therefore `create` and `replace`
+       first set the access lists of both nodes, and only then read the nodes.
     4. The first permissions of a cluster get a new key for proofs of client IDs. Reason: after a
        rebuilding, the counter of client IDs may start below IDs that have been issued
        (`rebuilding.py`, rule 5). The proofs of these IDs must not be valid any more.

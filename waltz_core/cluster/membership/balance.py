@@ -7,9 +7,9 @@ Rules:
     2. Partitions move from a server with a load above the servers' average, the source, to the
        least loaded server, the target. The gain of a move is the decrease of the greater of their
        two loads.
-       - A rebalancing has two conditions: the load of the source is more than a quarter above the
-         average, and the gain is more than an eighth of the average. Both conditions must hold for
-         `sustained_ms`, so that noise and short peaks are ignored.
+       - A rebalancing begins only under two conditions: the load of the source is more than a
+         quarter above the average, and the gain is more than an eighth of the average. Both
+         conditions must hold for `sustained_ms`, so that noise and short peaks are ignored.
        - For `rebalancing_ms` after that, a gain of more than a twentieth is sufficient, so that the
          rebalancing is completed.
        - Each move makes the loads of two servers more even. So with constant loads, the moves end.

@@ -66,7 +66,7 @@ class IssuedIds:
         return self._nodes.paths.issued_client_ids
 
     async def _read(self) -> tuple[int, int | None]:
-        """Return the last allocated ID and the node's version (None: there is no node yet)."""
+        """Return the last allocated ID, and the node's version (None if there is no node yet)."""
         node = await self._nodes.znodes.get(self._path)
         if node is None:
             return BEFORE_FIRST_ISSUED_ID, None

@@ -141,10 +141,10 @@ class Znodes(Protocol):
         """Set a signal after `after_ms` milliseconds."""
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node (None: missing); its change, creation or deletion sets the signal."""
+        """Read a node, None if it is missing; its change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of a node's children (None: no such node); a change sets the signal."""
+        """Read the names of a node's children, None without a node; a change sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; return the nodes' new versions (NO_NODE if deleted)."""

@@ -336,7 +336,7 @@ class ArchivedMark(NamedTuple):
     """The range of a partition that is in the archive: IDs `first`..`last` (decision 047).
 
     `last` is the last ID of a batch, which has this chain and commit stamp. `manifest` is the name
-    of the manifest that lists the objects, with the CRC-32 of its bytes.
+    of the manifest that lists the objects, with the CRC-32 of the manifest's bytes.
     """
 
     last: TransactionId

@@ -36,7 +36,7 @@ class ParameterKind(Enum):
 
 
 class ChangeParameter(NamedTuple):
-    """One parameter: its name, its keyword in the function, and its option (none: an argument)."""
+    """One parameter: name, keyword in the function, and option. An argument has no option."""
 
     name: str
     keyword: str

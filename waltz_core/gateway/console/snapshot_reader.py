@@ -65,7 +65,7 @@ class SnapshotReader:
         return self._snapshot, error
 
     async def known_permissions(self) -> "Permissions | None":
-        """Return the permissions of the last read; None: the cluster has no access control.
+        """Return the permissions of the last read; None if the cluster has no access control.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper was never read.

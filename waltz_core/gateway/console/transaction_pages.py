@@ -19,7 +19,7 @@ Rules:
        same time. A forward page that begins at an expired transaction raises BeforeLogStart.
     6. The text of a payload has at most `TEXT_BYTES_MAX` bytes. After the texts of a page have
        reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. This limit
-       does not apply to the first transaction of a page, so a page of one transaction shows its
+       does not apply to the first transaction of a page, so a page of one transaction shows the
        longest text.
 """
 
@@ -101,7 +101,7 @@ async def read_page_until(
     count: int,
     header_values: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Return the page of transactions that ends at an ID; None: at the end of the log.
+    """Return the page of transactions that ends at `last`; by default, at the end of the log.
 
     In the result, `previous` is the last ID of the previous page, or -1 if there is none. `next` is
     the ID after this page.
@@ -231,7 +231,7 @@ class _PageFetches:
 
 
 class _BackwardSearch:
-    """Collects the transactions of a page in ascending order, from `end` to older IDs (rule 4).
+    """Collects a page in ascending order, but searches from `end` to older IDs (rule 4).
 
     After `run`, `end` is the ID before the page.
     """
@@ -245,7 +245,8 @@ class _BackwardSearch:
         self.first_available = first_available
         self.rows: list[_PageRow] = []
         # The size of the next window, in IDs. Without a filter, the search begins with one ID,
-        # because records may be large. With a filter, few records match.
+        # because records may be large. With a filter, it begins with more IDs, because few records
+        # match.
         self._size = _FILTERED_WINDOW_IDS if fetches.is_filtered else 1
         self._read_ids = 0
         self._read_bytes = 0
