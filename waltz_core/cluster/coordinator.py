@@ -572,7 +572,7 @@ class Coordinator:
         return await self._membership.read()
 
     async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view, and when no server is live. Run until cancelled."""
+        """Call back with each settled view, and with the view without servers, until cancelled."""
         await self._membership.follow(callback)
 
 

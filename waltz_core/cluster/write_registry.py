@@ -39,9 +39,9 @@ Rules (docs/spark.md, "Exactly once"):
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        limit slightly.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest attempt of its
-        task. Otherwise an attempt that was paused could finish the write with outdated outcomes.
-        For example, a later attempt may have appended a row that was rejected in the paused
-        attempt.
+        task. Without this rule, an attempt that was paused could finish the write with outdated
+        outcomes. For example, a later attempt may have appended a row that was rejected in the
+        paused attempt.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

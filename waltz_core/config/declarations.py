@@ -1,7 +1,8 @@
 """All settings of all processes: default, unit, bounds, and the cost of unsuitable values.
 
-This file is the complete list of settings: no other module declares one. A state machine gets only
-the values that it needs, never a config object. `settings.py` loads, checks and writes settings.
+This file is the complete list of settings: no other module declares settings. A state machine gets
+only the values that it needs, never a config object. `settings.py` loads, checks and writes
+settings.
 
 Rules:
     1. A name ends with its unit. A port 0 means "any free port", but an `http_port` 0 means "no

@@ -11,9 +11,9 @@ Rules (decision 066):
        invalid token is rejected at once. If a server rejects the token later, or if an error ends a
        stream of the caller's client, the gateway forgets the caller. The next request of this
        caller opens a new client.
-    4. The gateway closes a caller after `IDLE_S_MAX` without a request. It keeps at most
-       `CALLERS_MAX` callers; at this limit, it closes the caller that was idle for the longest
-       time.
+    4. The gateway closes the client of a caller after `IDLE_S_MAX` without a request. It keeps at
+       most `CALLERS_MAX` callers. At this limit, it closes the client of the caller that was idle
+       for the longest time.
 """
 
 import asyncio

@@ -21,8 +21,9 @@ Rules:
        repetition of the request gets these outcomes.
     6. The registry stores the hash of the request as the name of the run, so a key cannot be used
        for two different requests.
-    7. Only the latest attempt may finish the write. Otherwise an earlier attempt could store that a
-       lock has rejected a transaction, although a later attempt has appended this transaction.
+    7. Only the latest attempt may finish the write. Without this rule, an earlier attempt could
+       store that a lock has rejected a transaction, although a later attempt has appended this
+       transaction.
     8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
        `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because concurrent
        changes of the registry conflict, and must then be repeated.

@@ -7,8 +7,8 @@ Rules:
     1. If a process has answered, `failure` is empty. Otherwise `failure` is the reason, and the
        other fields have their defaults.
     2. Flags distinguish the kinds of failures. `is_silent`: the process accepted a connection, but
-       did not answer. `is_denied`: the process rejects the token of the doctor, or its principal's
-       requests. `is_tls_mismatch`: the process runs, but the TLS handshake failed.
+       did not answer. `is_denied`: the process rejects the token of the doctor, or the requests of
+       the doctor's principal. `is_tls_mismatch`: the process runs, but the TLS handshake failed.
 """
 
 from collections.abc import Mapping

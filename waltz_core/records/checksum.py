@@ -97,11 +97,12 @@ def crc32_of_run(crcs: U32, lengths: I64) -> int:
     """Return the CRC-32 of consecutive rows that each end with their own CRC, big-endian.
 
     Records on disk have this form. `crcs` are the CRCs in the rows, and `lengths` are the lengths
-    of the whole rows in bytes. The function does not read the bytes of the rows. A row that is
-    followed by d bytes adds `x**8d` times the CRC of the whole row to the result. The CRC of the
-    whole row is a linear function of the 32 bits of the CRC in the row, plus a constant. So the
-    function first adds the powers `x**8d` for each bit, over the rows whose CRC has this bit. Then
-    33 products are enough: one for each bit, and one for the constant.
+    of the whole rows in bytes. The function does not read the bytes of the rows. If d bytes follow
+    a row, the row adds the product of `x**8d` and the CRC of the whole row to the result. The CRC
+    of the whole row is a linear function of the 32 bits of the CRC in the row, plus a constant. So
+    for each of the 32 bits, the function first adds the powers `x**8d` of the rows whose CRC has
+    this bit. For the constant, it adds the powers of all rows. Then 33 products are enough: one for
+    each bit, and one for the constant.
     """
     assert crcs.shape == lengths.shape
     powers = _powers()
@@ -242,10 +243,11 @@ def _powers() -> U32:
 def _trailer_products() -> U32:
     """Return the products of 33 constant factors with each octet, for `_run_within`.
 
-    The CRC of bytes followed by their own CRC is a linear map of that CRC, plus a constant. The
-    first 32 factors are the images of the 32 bits under this map. The last factor is the constant,
-    which applies to the sum of all powers. Each factor has four tables of 256 products, one for
-    each octet of the sum with which `_run_within` multiplies the factor.
+    If bytes are followed by their own CRC, the CRC over both is a linear map of the first CRC, plus
+    a constant. The first 32 factors are the images of the 32 bits under this map. The last factor
+    is the constant. `_run_within` multiplies each factor with a sum of powers; the sum for the
+    constant contains all powers. Each factor has four tables of 256 products, one for each octet of
+    its sum.
     """
     units = np.zeros(33, dtype=np.uint32)
     units[:32] = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -264,7 +266,7 @@ def _trailer_products() -> U32:
 
 @lru_cache(maxsize=16)
 def _row_tables(width: int) -> U32:
-    """Return an array [column, value]: what a byte adds to the CRC of a row of `width` bytes."""
+    """Return an array [column, value] with the share of a byte in the CRC of a row."""
     tables = np.empty((width, 256), dtype=np.uint32)
     image = _byte_table()
     for column in range(width - 1, -1, -1):

@@ -2,7 +2,7 @@
 
 Rules:
     1. The type of a column is the type of its first value: boolean, 64-bit integer, double, text,
-       binary, list or struct. It is never derived from several values.
+       binary, list or struct. The type is never derived from several values.
     2. A later value of another type is an error, even an integer in a column of doubles. If types
        were merged, the result would depend on the sizes of batches.
     3. Null has no type, and an empty list or struct as the first value is an error.

@@ -303,8 +303,8 @@ def _marks_before_time(
 ) -> Mapping[int, int]:
     """Return the start marks for a start time.
 
-    The mark of a partition is before its first transaction that may have been committed at this time
-    or later.
+    The mark of a partition is before its first transaction that may have been committed at this
+    time or later.
     """
     log = state_reader.state()
     start_marks = {}

@@ -6,9 +6,10 @@ the rest, which is JSON. A manifest has the same format.
 
 Rules (docs/decisions/055):
     1. A backup reads, in this order: the exactly-once writes, the high-water marks, the writes
-       again, the ID counters and the sessions. The first reading ensures that all rows of a
-       finished write have IDs up to the marks. The last readings ensure that the backup contains
-       all IDs, attempts and sessions that occur in the log up to the marks.
+       again, the ID counters and the sessions. Because the writes are read before the marks, all
+       rows of a finished write have IDs up to the marks. Because the writes, the ID counters and
+       the sessions are read after the marks, the backup contains all IDs, attempts and sessions
+       that occur in the log up to the marks.
     2. The backup records a write as done only if it was done at the first reading (`merge_writes`).
     3. When the backup is complete, the archive contains each partition up to its mark. The archive
        may also contain later transactions.

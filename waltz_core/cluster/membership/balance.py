@@ -1,6 +1,7 @@
 """Plans moves of partitions between servers, so that all servers have about the same load.
 
-A move pauses every client of the partition, so partitions move only if the gain is worth this.
+A move pauses every client of the partition. So partitions move only if the gain is worth this
+pause.
 
 Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
@@ -71,7 +72,7 @@ class Balancer:
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 
     def reset_history(self) -> None:
-        """Reset the history after a gap in the observed loads (rules 2 and 6)."""
+        """Forget earlier observations after a gap in the observed loads (rules 2 and 6)."""
         self._uneven_since_ms = None
         self._overloaded_since_ms = {}
 
@@ -113,8 +114,8 @@ class Balancer:
         ready_sources = {
             each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms
         }
-        # The moves are planned again with the ready sources only (rule 6). It is not sufficient to
-        # select moves of the first plan: one move may depend on a move from another source.
+        # The moves are planned again with the ready sources only (rule 6). A selection of moves of
+        # the first plan is not sufficient, because a move may depend on a move from another source.
         return self._compute_moves(
             server_loads, {each for each in movable if owners[each] in ready_sources}
         )
@@ -221,8 +222,8 @@ def _move_between(
         if moved + load <= capacity:
             moved_partitions.append(partition_id)
             moved += load
-    # The source keeps the greater load if at most half of the difference moves. Then the gain is
-    # the whole moved load.
+    # If at most half of the difference moves, the source keeps the greater load. In this case, the
+    # gain is the whole moved load.
     return (
         best_move
         if best_move.gain >= moved

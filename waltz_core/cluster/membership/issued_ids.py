@@ -1,7 +1,7 @@
 """Allocates the client IDs that servers issue (decision 048, AC 9).
 
 The node `R/x/client` counts the IDs, from `FIRST_ISSUED_ID` on. No ID is allocated twice: if the
-outcome of a write is unknown, the IDs that it may have allocated are skipped.
+outcome of a write is unknown, the IDs of this write are skipped.
 """
 
 from contextlib import suppress

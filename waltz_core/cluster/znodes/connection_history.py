@@ -1,7 +1,7 @@
 """Records when ZooKeeper became unavailable, and when it became available again.
 
-Health checks use this history. The leader uses it, too: after an outage, it waits for servers that
-may register again.
+Health checks use this history. The leader uses this history, too: after an outage, the leader waits
+for servers that may register again.
 
 Rules:
     1. If a lost connection is replaced within `OUTAGE_MS_MIN`, this is not an outage. Only one node

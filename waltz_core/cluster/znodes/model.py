@@ -7,8 +7,8 @@ must not change. No other module encodes or decodes these nodes. The layouts are
 Rules:
     1. Integers are big-endian; a structure starts with its version byte.
     2. For any bytes, a decoder returns a value or raises `errors.BadFormat`, and no other
-       exception. It checks a count against the remaining bytes before it allocates memory. Bytes
-       after the end of the value are an error.
+       exception. Before a decoder allocates memory, it checks each count against the remaining
+       bytes. Bytes after the end of the value are an error.
     3. Strings are "modified UTF-8" after an unsigned 16-bit length.
     4. Maps keep the order in which they were decoded, so that decoding and encoding returns the
        same bytes.

@@ -1,8 +1,8 @@
 """Parses the auth file: the process's user at ZooKeeper, and the permissions of its nodes.
 
-A connect string appears in process lists, logs, Spark plans and configuration files. Therefore it
-contains no secret, but the path of the auth file. Error messages name a line of this file, and
-never show its content.
+A connect string appears in process lists, logs, Spark plans and configuration files. Therefore the
+connect string contains no secret, but the path of the auth file. Error messages name a line of this
+file, and never show the content of the line.
 
     digest:waltz:a long password       the first line: scheme, user, password of this process
     members:digest:waltz:a password    in an administrator's file: the members' user

@@ -2,8 +2,8 @@
 
 Rule:
     1. One damaged node must not end every server or storage. So a process that has read valid data
-       before keeps this data, logs the error, and reads again after a pause. A process that has no
-       valid data yet cannot work, and exits with the error.
+       before keeps this data, logs the error, and reads again after a pause. A process that has
+       never read valid data cannot work, and exits with the error.
 """
 
 import asyncio

@@ -75,7 +75,7 @@ from waltz_core.config.connect_string import ConnectString, parse_connect_string
 CONNECT_TIMEOUT_MS = 10_000
 SESSION_TIMEOUT_MS = 10_000
 REQUEST_TIMEOUT_MS = 10_000
-# The nodes of a watch are read again after this time, in case the watch was lost.
+# After this time, the nodes of a watch are read again, because the watch may have been lost.
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
 RECONNECT_DELAY_S_MAX = 0.5
@@ -199,8 +199,8 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
 class ZooKeeperSession:
     """One session; implements `znodes.Znodes`.
 
-    The session belongs to the event loop that opened it. `root` is the root of the cluster; the
-    access list of a node depends on its path below the root.
+    A session belongs to the event loop that opened this session. `root` is the root of the cluster;
+    the access list of a node depends on its path below the root.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ Rules (decision 069):
     2. ZooKeeper is read through the session of the gateway (`snapshot_reader.py`). If ZooKeeper
        does not answer, the view contains the members of the last read, and the error.
     3. A query waits only `TIMEOUT_S` for each answer, so that the page shows a failure within
-       seconds. It causes no reads of records on storages.
+       seconds. A query causes no reads of records on storages.
     4. Concurrent requests of one caller share one answer or error. The answer is reused for a short
        time, at least for as long as the query took. So many open pages cause no more queries than
        one page.

@@ -16,8 +16,8 @@ JSON has no form for some values of MessagePack. They become objects with a key 
 Rules:
     1. Only a payload that is one map or array is recognized as MessagePack. Single numbers and
        texts are not recognized, because most bytes are valid small integers.
-    2. Before a length is used, it is compared with the number of remaining bytes. An element takes
-       at least one byte, so a short payload cannot claim a large count.
+    2. Before a length is used, it is compared with the number of remaining bytes. Each element
+       takes at least one byte, so a short payload cannot claim a large number of elements.
     3. The reader stops when the text has reached its limit. It does not check the bytes after
        this position.
     4. At most `DEPTH_MAX` levels are nested. The key of a map must not be a map or an array.

@@ -117,8 +117,8 @@ class ConsoleChanges:
             principal = ANONYMOUS
         else:
             principal = check_administrator(permissions, caller.token_hash, "change the cluster")
-        # This check comes last, because only administrators may see an error about the gateway's
-        # user in ZooKeeper.
+        # This check is the last one, because only administrators may see an error about the
+        # gateway's user in ZooKeeper.
         await coordinator.check_administrator()
         return principal
 
