@@ -210,9 +210,10 @@ class MemoryWaltz:
     ) -> None:
         """Fail the next `count` appends of any client with an error; 0 ends the failures.
 
-        With `OutcomeUnknown`, either the append or its answer is lost. `enters_log` selects which
-        one; the default is random. The client cannot learn the outcome before its
-        `request_timeout_ms` has passed. With any other error, the append is not in the log.
+        With `OutcomeUnknown`, either the append or its answer is lost. `enters_log` selects whether
+        the append or the answer is lost; the default is random. The client cannot learn the outcome
+        before its `request_timeout_ms` has passed. With any other error, the append is not in the
+        log.
 
         After `Overloaded`, `NoSpace` and `SessionLost`, clients send the append again. So the
         application sees these errors only if they last for `request_timeout_ms`. Raises BadRequest

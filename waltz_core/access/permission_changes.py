@@ -6,8 +6,8 @@ Rules:
     1. This module checks all input, before `access_node` encodes the permissions. A value that no
        permissions may contain raises BadConfig. A change that does not fit the existing permissions
        raises BadRequest.
-    2. After a change of a verb, the grantee has at most one grant of this verb, with all of its
-       partitions.
+    2. After a change of a verb, the grantee has at most one grant of this verb. This grant contains
+       all partitions of the verb.
     3. Without a grant of `replicate` for a partition, no server can open a session of the
        partition. So a change must not remove the last such grant, unless the caller forces the
        removal (`check_replicate_remains`).

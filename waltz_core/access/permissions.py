@@ -29,7 +29,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class PrincipalLimits:
-    """The limits of one principal at one daemon; a limit that is None is not set.
+    """The limits of one principal at one daemon; None for a limit that is not set.
 
     `bytes_per_s` counts the bytes of requests and of the ranges in answers. `appends_per_s` counts
     an append as one request, even if it has many rows.

@@ -71,7 +71,7 @@ def principal_of(certificate: Certificate | None, pattern: "re.Pattern[str]") ->
 
 
 def _certificate_names(certificate: Certificate) -> Iterator[str]:
-    """Yield the names of a certificate with which the pattern is compared (rule 1)."""
+    """Yield the names in a certificate; the pattern is compared with them (rule 1)."""
     subject = certificate.get("subject", ())
     for part in subject:
         for kind, value in part:

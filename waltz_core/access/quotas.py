@@ -12,7 +12,7 @@ Rules:
        `BURST_NS`.
     4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and is not charged.
        Rejections are charged to a separate bucket. So a few rejected requests of a client are
-       answered fast, but a flood of them is slowed down.
+       answered fast, but a flood of rejected requests is slowed down.
     5. If a principal does not have a limit of its own, the limit of "*" applies. If a new revision
        of the permissions changes a limit, the bucket of this limit is replaced; other buckets keep
        their amounts.

@@ -1,4 +1,4 @@
-"""The permission that a message requires: verbs, and the partitions for which they are needed.
+"""The permission that a message requires: verbs, and the partitions for these verbs.
 
 Each message class of `wire/` declares its requirement (decision 048, AC 1) with the types and
 functions of this file. docs/reference/permissions.md is generated from these declarations.

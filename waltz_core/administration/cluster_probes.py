@@ -326,7 +326,8 @@ class ClusterSnapshot:
     ) -> ClusterFacts:
         """Query the servers and storages of the cluster concurrently.
 
-        Without `reads_logs`, storages read no records, so logs whose reads hang are not detected.
+        Without `reads_logs`, storages read no records. So the probe does not detect logs whose
+        reads hang.
         """
         servers = self.servers.servers
         counter = _ProbeCounter(on_progress)

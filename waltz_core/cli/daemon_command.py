@@ -130,7 +130,7 @@ def raise_open_files_limit(connections_max: int) -> None:
     """Raise the limit for open files to its maximum; log a warning if it is too low.
 
     A thousand partitions need a thousand connections. The low default limit of a shell protects
-    only programs that use `select`, and the daemons do not use it.
+    only programs that use `select`. The daemons do not use `select`.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):

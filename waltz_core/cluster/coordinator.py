@@ -152,8 +152,8 @@ class Coordinator:
     async def check_administrator(self) -> None:
         """Raise BadConfig if this session has the members' user, or does not know that user."""
         await self._znodes.check_administrator()
-        # NB: an auth file with one user does not show whether this is the members' user. With the
-        # members' user, this read fails.
+        # NB: an auth file with one user does not show whether this user is the members' user. With
+        # the members' user, this read fails.
         await self._znodes.children(self.paths.audit)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ Rules (docs/spark.md, "Exactly once"):
        the number again.
     3. An attempt may continue while it is the latest attempt of its task, and the write is neither
        done nor removed. `check` tests this with data that is not older than the call.
-    4. A process that only enters a write never begins a write that was removed. In a series of
+    4. If a process only enters a write, it never begins a removed write again. In a series of
        writes, such as `X-6` and `X-7`, a write does not start if a later write of the series
        exists.
     5. A write expires a given time after its node was last written, that is, after its start or its

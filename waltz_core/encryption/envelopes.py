@@ -79,7 +79,7 @@ class Encryption:
         keys: the cache through which the provider's keys are read.
         key_id: the key for calls of `encrypt` that name no key. If it is empty, these calls do not
             encrypt.
-        is_required: whether `decrypt` treats an unencrypted payload as one that cannot be
+        is_required: whether `decrypt` treats an unencrypted payload like a payload that cannot be
             decrypted.
 
     Raises:

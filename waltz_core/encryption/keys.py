@@ -30,7 +30,7 @@ KEY_BYTES: Final = 32
 KEY_LIFETIME_S: Final = 60.0
 CACHED_KEYS_MAX: Final = 10_000
 # The maximum number of cached AES-GCM keys for each key. Each batch that is read at the same time
-# needs one.
+# needs one AES-GCM key.
 _DERIVED_KEYS_MAX: Final = 16
 _HKDF_INFO: Final = b"waltz payload 1"
 

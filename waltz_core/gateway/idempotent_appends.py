@@ -26,7 +26,7 @@ Rules:
        transaction.
     8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
        `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because concurrent
-       changes of the registry conflict, and must then be repeated.
+       changes of the registry conflict, and changes that conflict must be repeated.
 """
 
 import asyncio

@@ -7,9 +7,9 @@ Rules (4 to 6 and 8: `legacy_server_stream.py`):
     3. A row is LOCK if the server has rejected it because of a lock. The server's answer contains
        an estimate: the ID of the transaction that has written the lock, or a later ID. The stream
        gets this outcome when the feed has reached the estimate.
-    7. The number of rows in flight is limited to two batches: one that the storages write, and one
-       that the server collects meanwhile. If more than 300 requests are open, a 0.13 server stops
-       reading the connection, which other partitions share.
+    7. The number of rows in flight is limited to two batches: the storages write one batch, while
+       the server collects the next batch. Other partitions share the connection. If more than 300
+       requests are open, a 0.13 server stops reading it.
 """
 
 from collections import deque

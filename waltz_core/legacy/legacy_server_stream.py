@@ -52,13 +52,15 @@ from waltz_core.wire.messages import (
 )
 
 VERSION_MAX: Final = 4  # the last version of the client protocol of 0.13
-# How long rows are in flight without an outcome before a flush, as in the 0.13 client.
+# If rows are in flight without an outcome for this time, a flush is sent. The time is that of the
+# 0.13 client.
 FLUSH_AFTER_MS: Final = 5_000
 # The interval at which the mark is requested. The interval is needed because a server that does not
 # own the partition does not answer.
 RETRY_MS: Final = 500
-# The limits for the stream, because a 0.13 server states none. Only few bytes may be in flight, so
-# that further appends wait in the client's outbox, from which they can be withdrawn (`outbox.py`).
+# The limits for the stream, because a 0.13 server states none. Only few bytes may be in flight.
+# Further appends wait in the client's outbox, because they can be withdrawn from there
+# (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024

@@ -56,8 +56,9 @@ DEFAULT_QUORUM_PORT = 2888
 DEFAULT_ELECTION_PORT = 3888
 DEFAULT_STORAGE_PORT = 15280
 DEFAULT_SERVER_PORT = 15180
-# The setting `archive_age_ms` of the storages, if the cluster has an archive. It is short, so that
-# users see archived transactions soon, but not so short that rare appends cause many objects.
+# The setting `archive_age_ms` of the storages, if the cluster has an archive. The setting is short,
+# so that users see archived transactions soon. With a shorter setting, rare appends would cause
+# many objects.
 ARCHIVE_AGE_MS = 60_000
 ARCHIVE_INTERVAL_MS = 1_000
 STOP_TIMEOUT_S = 10.0
@@ -346,7 +347,7 @@ class LocalCluster:
             self._await_exit(member, STOP_TIMEOUT_S)
 
     def down(self, *, keep_zookeeper: bool = False) -> list[str]:
-        """Stop the members, servers first and ZooKeeper last; return the names of those that ran.
+        """Stop the members, servers first and ZooKeeper last; return the names of stopped members.
 
         With `keep_zookeeper`, ZooKeeper continues to run, so that its znodes can be changed.
         """

@@ -21,7 +21,8 @@ from waltz_core.errors import BadConfig
 from waltz_core.local import ports
 
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-# With one collector thread and without a second compiler, a start takes 0.85 s of CPU, not 1.4.
+# With one collector thread and without a second compiler, a start takes 0.85 s of CPU time. With
+# the defaults, it takes 1.4 s.
 JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # A variable of ZooKeeper's own scripts. The user's flags in this variable come last, so these flags
 # take precedence.

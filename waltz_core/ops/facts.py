@@ -1,4 +1,4 @@
-"""The doctor's facts about a cluster, which are the only input of a diagnosis.
+"""The doctor's facts about a cluster. A diagnosis has no other input.
 
 The probes handle sockets and timeouts, so the diagnosis depends only on the facts. The facts also
 describe healthy processes, because the doctor prints a summary.

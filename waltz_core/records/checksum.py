@@ -9,8 +9,8 @@ Rules:
        it with processor instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python code per row; tables are built once and never changed.
-    4. A sender could choose wrong CRCs whose errors cancel out in the checksum of a run. Therefore
-       CRCs from an untrusted sender are checked row by row, not with `crc32_of_run`.
+    4. A sender could choose wrong CRCs so that their errors cancel out in the checksum of a run.
+       Therefore CRCs from an untrusted sender are checked row by row, not with `crc32_of_run`.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ Rules:
        the block contains the distance from the transaction that wrote the lock to `last`. A block
        with more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then
        `last` is used as the writer of each lock, although the real writer may have a lower ID.
-    2. `chain` is the hash chain of the log after `last` (replication/window.py), which covers the
+    2. `chain` is the hash chain of the log after `last` (replication/window.py). It covers the
        whole log up to `last`. If this field equals the known chain of a log at `last`, the block
        belongs to this log. Then the field `chain before` is the log's chain before `first`.
     3. Blocks are validated from a known end of the log downwards, because each valid block contains
@@ -104,7 +104,7 @@ class LockBlockReader:
         self.is_exhausted = False  # no further block can be valid
 
     def block_ending_at(self, end: LogEnd, steps_max: int) -> LockBlock | None:
-        """Search `steps_max` further blocks for the one that ends at `end`; None if not found."""
+        """Search `steps_max` further blocks for the block that ends at `end`; None if not found."""
         for _ in range(steps_max):
             block = self._take_last_block()
             if block is None or block.end.last < end.last:

@@ -91,7 +91,7 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
 def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
     """Return the decoded value of a text; raises ValueError for an unpaired surrogate."""
     if _ESCAPED_SURROGATE.search(text):
-        # NB: `_find_wrong_part` would take seconds for a MiB, which a peer can send. The encoder is
+        # NB: a peer can send a MiB, for which `_find_wrong_part` would take seconds. The encoder is
         # fast, because it is written in C.
         try:
             _ANY_ENCODER.encode(value).encode()

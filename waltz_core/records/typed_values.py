@@ -4,8 +4,8 @@ In msgpack and JSON, these values are numbers and texts. In Avro and Protobuf, e
 declared type, so a column accepts only values of its own type.
 
 Rules:
-    1. A timestamp with a time zone fits only a column with a time zone. A timestamp without one
-       fits only a column without one.
+    1. A timestamp with a time zone fits only a column with a time zone. A timestamp without a time
+       zone fits only a column without a time zone.
     2. A column of texts also accepts UUIDs.
 """
 

@@ -342,7 +342,7 @@ def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
 
 
 def _check_types(values: list[Any], *types: type) -> list[Any]:
-    """Return the values; raises TypeError for one that is neither None nor of a wanted type."""
+    """Return the values; raises TypeError if a value is neither None nor of a wanted type."""
     if not set(map(type, values)) <= {NoneType, *types}:
         value = next(each for each in values if each is not None and type(each) not in types)
         names = " or ".join(_NAMES.get(each, each.__name__) for each in types)

@@ -245,7 +245,7 @@ class AvroSchemaCheck:
 
 
 def branch_name(schema: str | dict[str, Any]) -> str:
-    """Return the name of a type inside a union, which must be unique there."""
+    """Return the name of a type inside a union; each union has a name only once."""
     if isinstance(schema, str):
         return schema
     name: str = schema.get("name", schema["type"])

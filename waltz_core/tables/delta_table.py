@@ -6,8 +6,8 @@ It also contains the identifier of the follower as `txn`.
 Rules:
     1. If `marks` has read version v, the commit must become version v + 1. The library's retry on a
        newer version is disabled.
-    2. A table has the declared columns and two position columns, `_partition` and
-       `_transaction_id`, which name the transaction of the row's last change.
+    2. A table has the declared columns and two position columns. In each row, the position columns
+       `_partition` and `_transaction_id` name the transaction of the row's last change.
     3. If a key has changes in two partitions, the merge fails. (`last_changes` detects this error
        only within one batch.)
     4. The batch that contains the first value of an inferred column commits this column, even if

@@ -121,7 +121,7 @@ class TableState(NamedTuple):
             newest commit, and in some cases earlier ones. Empty if the follower has no commit.
         has_rows: whether the table has rows, or commits of another follower. If there is metadata,
             `has_rows` is False only for a table that is not created yet.
-        rules: the rules in the newest commit of any follower, if this follower has no commit.
+        rules: if this follower has no commit, the rules in the newest commit of any follower.
     """
 
     metadata: str | None

@@ -29,7 +29,7 @@ LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 
 # The columns of the log in the rows of a follower. These names and those of the position columns
-# are reserved, in upper and lower case, because Spark ignores case.
+# are reserved in upper case and in lower case, because Spark ignores case.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 

@@ -282,7 +282,7 @@ def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
 def select_transactions(
     batch: pa.RecordBatch, after: int, headers: Sequence[int]
 ) -> pa.RecordBatch:
-    """Return the transactions after a mark with one of the headers; without headers, all."""
+    """Return the transactions after a mark that have one of `headers`; all if it is empty."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
         is_selected &= np.isin(batch["header"].to_numpy(), headers)

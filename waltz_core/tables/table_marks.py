@@ -18,8 +18,8 @@ Rules:
        transactions.
     5. A table with a version but without marks has lost its marks. The follower then reports an
        error and does not start from the beginning: the user must decide.
-    6. A follower never changes the rules of a table. Otherwise the rows would be a mixture of two
-       rules, which no replay of the log can reproduce.
+    6. A follower never changes the rules of a table. Without this rule, the rows would be a mixture
+       of two rules, and no replay of the log could reproduce them.
 """
 
 import re

@@ -1,8 +1,8 @@
 """`waltz-core archive verify`: verify every file of the archive that a manifest lists.
 
 Without `--repair`, the command changes nothing. It needs ZooKeeper and the archive, but no servers.
-It queries storages only for the URL of the archive. If the command is interrupted, it prints the
-options with which a new run continues.
+It queries storages only for the URL of the archive. An interrupted command prints the options with
+which a new run continues.
 
 With `--repair`, the command requests the repair of each missing or corrupt object from the owner of
 the partition. A storage then writes the object again from its log. The command repeats the request

@@ -14,7 +14,7 @@ Rules (docs/decisions/056):
        has the manifest's chain hash. A manifest that ZooKeeper never recorded may fit, too, because
        a storage had verified the objects of the manifest before the manifest was written.
     3. The manifest must not end below the start of any replica's log. Replicas remove only archived
-       transactions, so a manifest that ends below this start is not the newest one, and lacks
+       transactions. So a manifest that ends below this start is not the newest manifest, and lacks
        transactions.
     4. If manifests exist and none of them fits, the command rejects the partition, even if its logs
        are complete. If the command accepted the partition, the archiver would begin again at ID 0,

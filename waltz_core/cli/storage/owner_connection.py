@@ -6,7 +6,7 @@ applies the same rules to requests of these commands as to requests of a server.
 
 Rules:
     1. No server may have the same session. So `accept-replicas` uses a session that it has claimed
-       in ZooKeeper, and `rebuild-metadata` uses sessions above all promised ones.
+       in ZooKeeper, and `rebuild-metadata` uses sessions above all promised sessions.
     2. A connection is used for one task and then closed. When it closes, the storage ends the
        sessions of this connection.
 """

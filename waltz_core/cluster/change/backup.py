@@ -56,8 +56,8 @@ class PartitionBackup:
 class Backup:
     """The content of a backup; see the module's rules.
 
-    `taken_ms` is only shown to users. `client_id` is the last ID that a client has allocated, and
-    `issued_client_id` the last ID that a server has issued.
+    `taken_ms` is only shown to users. `client_id` is the last client ID that a client has allocated
+    itself. `issued_client_id` is the last client ID that a server has issued.
     """
 
     name: str

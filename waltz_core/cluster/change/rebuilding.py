@@ -30,12 +30,12 @@ Rules (docs/design/correctness.md 2.4, row 15):
     4. Only logs of the newest session count towards the quorum. This rule may reject a partition
        although its log is safe, for example if one replica has fallen behind and another replica is
        lost. In such a case, an operator can decide.
-    5. Client IDs (both counters) and generations continue above all that were ever allocated, so
-       that no append is mistaken for an old one. IDs and generations start at the number of seconds
-       since 2020. Because the operator's clock may have been set back, the start is also above the
-       greatest values in the last records of each log. A principal may have requested so many IDs
-       that servers have issued IDs above this start. The proofs of these IDs become invalid,
-       because the permissions get a new key (`stored_permissions.py`, rule 4).
+    5. Client IDs (both counters) and generations continue above all values that were ever
+       allocated, so that no append is mistaken for an old append. IDs and generations start at the
+       number of seconds since 2020. Because the operator's clock may have been set back, the start
+       is also above the greatest values in the last records of each log. A principal may have
+       requested so many IDs that servers have issued IDs above this start. The proofs of these IDs
+       become invalid, because the permissions get a new key (`stored_permissions.py`, rule 4).
     6. The metadata is written before the replica is marked, because a marked replica is trusted. In
        the opposite order, a command could die between the two writes. Then a session with the old
        metadata would trust a replica that lacks records.
@@ -62,8 +62,8 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# Client IDs are allocated more slowly than one per second over years. So the number of seconds
-# since 2020 is above all allocated IDs.
+# Over years, fewer than one client ID per second is allocated. So the number of seconds since 2020
+# is above all allocated IDs.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
 # The owner of all partitions in the first assignment: no server ever has this ID.
 NO_SERVER = ServerId(0)

@@ -6,8 +6,8 @@ writes the steps and waits.
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
     1. The next step of a partition begins only after the owner of the partition has opened a store
        session with the replicas of the previous step.
-    2. A step adds one replica, removes one, or replaces one that is not in sync.
-    3. After each step, the replicas that are in sync are a quorum, so that appends never wait for a
+    2. A step adds one replica, removes one replica, or replaces one replica that is not in sync.
+    3. After each step, the replicas in sync are a quorum. Therefore appends never wait for a
        replica that still copies the log. Partitions with a single replica are an exception.
     4. No replica is removed before all added replicas are in sync.
     5. A plan stores only the wanted placement. After a crash, the change therefore continues from

@@ -10,9 +10,9 @@ Invariants of `assign_partitions`:
     4. No partition moves without need: a server keeps its partitions if no preference and no other
        invariant prevents this.
     5. With `keeps_owners` (balance by load), invariant 3 does not hold: a server keeps all its
-       partitions except those that another server prefers. Partitions without an owner go to the
-       servers with the fewest partitions. But if a server is new, all partitions are assigned as
-       without `keeps_owners`.
+       partitions except the partitions that another server prefers. Partitions without an owner go
+       to the servers with the fewest partitions. But if a server is new, all partitions are
+       assigned as without `keeps_owners`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,8 @@ Rules:
        - A rebalancing begins only under two conditions: the load of the source is more than a
          quarter above the average, and the gain is more than an eighth of the average. Both
          conditions must hold for `sustained_ms`, so that noise and short peaks are ignored.
-       - For `rebalancing_ms` after that, a gain of more than a twentieth is sufficient, so that the
-         rebalancing is completed.
+       - For `rebalancing_ms` after the beginning, a gain of more than a twentieth of the average is
+         sufficient, so that the rebalancing is completed.
        - Each move makes the loads of two servers more even. So with constant loads, the moves end.
     3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
        one time.
@@ -207,8 +207,8 @@ def _move_between(
 ) -> _BalanceMove:
     """Return the move that makes the loads of two servers most even.
 
-    The move contains several partitions whose total load is at most half of the difference of the
-    loads, or a single partition.
+    The move contains a single partition, or several partitions. The total load of several
+    partitions is at most half of the difference of the loads.
     """
     capacity = (source_load - target_load) / 2
     moved_partitions: list[PartitionId] = []

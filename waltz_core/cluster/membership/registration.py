@@ -106,7 +106,7 @@ class _MembershipNodes(NamedTuple):
 
 
 class Membership:
-    """The live servers, as one process reads them, and its own registration if it is a server."""
+    """The live servers, as one process reads them; for a server, also its own registration."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
@@ -283,7 +283,7 @@ class Membership:
         )
 
     async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
-        """Delete the node of a server whose process is known to be dead, if the node still exists.
+        """Delete the node, if it still exists, of a server whose process is known to be dead.
 
         Without this call, the server's partitions would move only some seconds later, when its
         session ends. Safety does not depend on this deletion, but on fencing. Raises

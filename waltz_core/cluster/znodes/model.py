@@ -335,8 +335,9 @@ class MarkerState(Enum):
 class ArchivedMark(NamedTuple):
     """The range of a partition that is in the archive: IDs `first`..`last` (decision 047).
 
-    `last` is the last ID of a batch, which has this chain and commit stamp. `manifest` is the name
-    of the manifest that lists the objects, with the CRC-32 of the manifest's bytes.
+    `last` is the last ID of a batch. `chain` and the commit stamp are those of this batch.
+    `manifest` is the name of the manifest that lists the objects, with the CRC-32 of the manifest's
+    bytes.
     """
 
     last: TransactionId
@@ -357,9 +358,9 @@ class PartitionMarker:
     16 bytes chain, int64 commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the
     manifest.
 
-    The marker and the partition's metadata change in the same atomic write. The nonce distinguishes
-    two servers with the same session ID, which can occur after ZooKeeper was restored from an old
-    copy. The nonce is valid only while `session_id` is the session of the metadata.
+    The marker and the partition's metadata change in the same atomic write. After ZooKeeper was
+    restored from an old copy, two servers can have the same session ID. The nonce distinguishes
+    these servers. The nonce is valid only while `session_id` is the session of the metadata.
     """
 
     state: MarkerState

@@ -210,7 +210,7 @@ class MemoryZooKeeper:
         for path in changed_paths:
             for session in self._sessions:
                 self._signals_to_set.extend(session.watches.of_data.pop(path, ()))
-                # NB: a change of a child's data also sets these signals, which is unnecessary but
+                # NB: a change of a child's data also sets these signals. This is unnecessary, but
                 # harmless.
                 self._signals_to_set.extend(session.watches.of_children.pop(_parent(path), ()))
         if self._is_setting_signals:

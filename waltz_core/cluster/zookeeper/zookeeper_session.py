@@ -5,8 +5,8 @@ no other module needs locks. The code of `kazoo_connection.py` runs on kazoo's t
 
 Rules:
     1. kazoo's callbacks only pass results to the event loop, by `call_soon_threadsafe`.
-    2. A write is sent only while there is a connection, and otherwise waits for one. So if a write
-       times out without a connection, it was certainly never sent.
+    2. A write is sent only while there is a connection. Without a connection, the write waits. So
+       if a write times out without a connection, it was certainly never sent.
     3. Every wait has a timeout. If ZooKeeper does not answer a write that was sent, the outcome of
        the write is unknown. A read without an answer has failed.
     4. kazoo never gets version -1, which would mean "any".

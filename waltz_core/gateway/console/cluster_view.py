@@ -13,7 +13,8 @@ Rules (decision 069):
        one page.
     5. If no member answers, no member has checked the token of the caller. In this case, the
        gateway itself checks that the caller's principal may administer all partitions.
-    6. Findings do not contain paths of the gateway's files; commands contain placeholders instead.
+    6. Findings do not contain paths of the gateway's files; the commands in findings contain
+       placeholders instead of these paths.
 """
 
 import asyncio
@@ -123,7 +124,8 @@ class ClusterViewer:
             PermissionDenied, AuthenticationFailed: the caller has no permission.
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
         """
-        # NB: this call is not in the task group, which would wrap its error in an ExceptionGroup.
+        # NB: this call is not in the task group, because the group would wrap an error in an
+        # ExceptionGroup.
         snapshot, error = await self._reader.read()
         async with asyncio.TaskGroup() as tasks:
             zookeepers = tasks.create_task(query_zookeeper_servers(self._address, TIMEOUT_S))

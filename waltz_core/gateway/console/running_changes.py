@@ -90,7 +90,7 @@ class ConsoleChange:
 
 @dataclass(slots=True)
 class ConsoleChanges:
-    """The changes of one gateway: those that run, and the latest that have ended."""
+    """The changes of one gateway: the running changes, and the latest finished changes."""
 
     connect: str
     coordinator: Callable[[], Coordinator]  # of the gateway's session, for reads
