@@ -200,8 +200,9 @@ class MemoryWaltz:
     def reject_next(self, count: int = 1) -> None:
         """Reject the next `count` appends with a read or write lock, as for a real conflict.
 
-        No other client has written the lock. In a cluster, a false rejection by a lock table has
-        the same effect. 0 ends the rejections. Rows of `append_batch` are not rejected.
+        No other client has written the lock. In a cluster, a lock table can reject a transaction
+        without a conflict, with the same effect. 0 ends the rejections. Rows of `append_batch` are
+        not rejected.
         """
         self._faults.rejections = count
 

@@ -689,7 +689,8 @@ class Metrics:
             self._counter_growth.pop(key, None)
             for pair in texts.items():
                 self._keys_by_label[pair].pop(key)
-            # The metric may have been removed already, under the same labels in another order.
+            # The metric may have been removed already: a key can have the same labels in another
+            # order.
             with contextlib.suppress(KeyError):
                 self._collectors[str(name)].remove(
                     *(texts[label] for label in TABLE[str(name)].labels)

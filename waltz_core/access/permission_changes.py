@@ -119,7 +119,7 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
 
 
 def check_principal(name: str) -> None:
-    """Raise BadConfig unless `name` is the name of a principal that may have grants and limits."""
+    """Raise BadConfig if no principal with this name may have grants and limits."""
     if not is_principal_name(name) or (name in RESERVED_NAMES and name != ANONYMOUS):
         raise BadConfig(
             f"expected a principal name of {PRINCIPAL_NAME_FORM} that is not reserved, found "
@@ -413,7 +413,7 @@ def add_token(permissions: Permissions, token_hash: str, token: StoredToken) -> 
 
 
 def check_token_principal(name: str) -> None:
-    """Raise BadConfig unless a token may identify this principal: it must not be reserved."""
+    """Raise BadConfig if the principal is reserved: no token may identify such a principal."""
     check_principal(name)
     if name in RESERVED_NAMES:
         raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")

@@ -35,7 +35,7 @@ WAIT_NS_MAX: Final = SECOND_NS
 REQUEST_BYTES_MIN: Final = 512
 METRIC_LABELS_MAX: Final = 100
 # The rate limit for client IDs of one principal at one server. A Spark job requests one ID for each
-# task, all at the same time.
+# task, and sends all these requests at the same time.
 IDS_PER_S: Final = 100
 IDS_PER_BURST: Final = 20_000
 _IDS_BURST_NS: Final = IDS_PER_BURST * SECOND_NS // IDS_PER_S
@@ -177,9 +177,9 @@ class Quota:
     ) -> int | Overloaded:
         """Charge a request and return its delay in nanoseconds, or return the rejection (rule 4).
 
-        `waited_ns` is the time that the request has already waited. `has_rejected_append` states
-        that an earlier append of the same partition was rejected; then this append must be
-        rejected, too.
+        `waited_ns` is the time that the request has already waited. If `has_rejected_append` is
+        true, an earlier append of the same partition was rejected. In this case, this append must
+        also be rejected.
         """
         size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
         byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)

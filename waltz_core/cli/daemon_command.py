@@ -127,7 +127,7 @@ def freeze_startup_objects() -> None:
 
 
 def raise_open_files_limit(connections_max: int) -> None:
-    """Raise the limit for open files to its maximum; log a warning if it is too low.
+    """Raise the limit for open files to its maximum; log a warning if the maximum is too low.
 
     A thousand partitions need a thousand connections. The low default limit of a shell protects
     only programs that use `select`. The daemons do not use `select`.

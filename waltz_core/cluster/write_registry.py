@@ -100,7 +100,7 @@ class WriteState:
 
     @property
     def is_done(self) -> bool:
-        """Whether the write is done, so that no task may append rows any more."""
+        """Whether the write is done. If it is done, no task may append rows any more."""
         return self.summary is not None
 
     def to_bytes(self) -> bytes:

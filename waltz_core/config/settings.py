@@ -1,6 +1,6 @@
 """Declares, loads, checks and writes the settings of a process.
 
-`declarations.py` contains the list of settings. This module depends on only one setting by name:
+`declarations.py` contains the list of settings. This module uses only one setting by its name:
 `connect`, which all kinds of processes have.
 
 Rules:

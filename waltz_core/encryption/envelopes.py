@@ -19,8 +19,8 @@ Rules (docs/decisions/064):
        the cluster key, because a restored cluster has another cluster key.
     3. A payload that cannot be decrypted is returned as null, with a reason. An error is raised
        only if the key provider does not answer.
-    4. A payload that does not begin with the magic was not encrypted. It is returned unchanged,
-       unless encryption is required.
+    4. A payload that does not begin with the magic was not encrypted. If encryption is not
+       required, such a payload is returned unchanged.
 """
 
 import os

@@ -5,7 +5,7 @@ Options and settings contain a reference to the keys, never a key.
 Rules (docs/decisions/064):
     1. A key is used for at most `KEY_LIFETIME_S` after the provider has returned it. So after this
        time, a key that the provider has destroyed is not used any more.
-    2. For the same time, the cache also stores that a key is missing. The cache contains at most
+    2. For `KEY_LIFETIME_S`, the cache also stores that a key is missing. The cache contains at most
        `CACHED_KEYS_MAX` IDs, because the IDs come from the log, and writers choose these IDs.
     3. A key counts as missing only if the provider answers that it does not exist. If the provider
        does not answer, the call fails: a reader must not treat an outage as a destroyed key.

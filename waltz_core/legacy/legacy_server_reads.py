@@ -253,7 +253,7 @@ class HeaderFeed:
     async def read(
         self, first: TransactionId, last: TransactionId, count_max: int
     ) -> list[RecordHeader]:
-        """Return headers from `first` up to at most `last`; none if the log ends before `first`.
+        """Return headers from `first` up to at most `last`; empty if the log ends before `first`.
 
         Raises NotOwned, Unreachable, RemoteProtocolError.
         """

@@ -445,7 +445,7 @@ class _ClusterDiagnosis:
     # --- the archive
 
     def _check_archive(self) -> None:
-        """Report problems of the archive or, if there are none, transactions that it lacks."""
+        """Report problems of the archive; without problems, transactions that the archive lacks."""
         storages = [
             each
             for each in self._cluster.storages.values()

@@ -274,7 +274,7 @@ def verified_crcs(
 
 
 def _verified_crcs_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
-    """Do the same as `verified_crcs` for a few records, for which arrays would be slower."""
+    """Do the same as `verified_crcs` for few records, because arrays would be slower for them."""
     assert len(records) == sum(lengths)
     crcs: list[memoryview] = []
     start = 0

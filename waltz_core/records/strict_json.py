@@ -20,7 +20,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Final, NoReturn
 
-# In a larger text, the search for a position takes too long: the text may come from a peer.
+# A peer may send a larger text, in which the search for a position would take too long.
 _LOCATED_CHARACTERS_MAX: Final = 256 * 1024
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character

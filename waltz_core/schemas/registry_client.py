@@ -42,8 +42,8 @@ class SchemaRegistry:
     """A client for a schema registry.
 
     Args:
-        urls: the URL of the registry, or several URLs with commas. The first one that answers is
-            used.
+        urls: the URL of the registry, or several URLs with commas. The client uses the first URL
+            that answers.
         auth_file: a file with `user:password` for basic authentication.
         timeout_s: the time limit of rule 2, in seconds.
 

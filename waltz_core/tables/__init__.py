@@ -8,7 +8,7 @@ that do not declare them.
 
 `delta_table.py` writes a Delta table with deltalake, and `delta_errors.py` decides which errors of
 deltalake are temporary. `delta_columns.py` checks the columns of a Delta table, and
-`delta_commits.py` finds the commits of a follower in its history; Spark uses these two files, too.
+`delta_commits.py` finds the commits of a follower in its history; Spark also uses these two files.
 `parquet_table.py` writes an append-only table of Parquet files.
 
 docs/decisions/049-tables-that-follow-the-log.md describes the design.

@@ -117,8 +117,9 @@ class TableState(NamedTuple):
             has no commit.
         version: the number of transactions that the table records for the follower, if any. In
             Delta, this is the version in `txn`, not the version of the table.
-        other_commits: the commits to check (rule 4), in any order: the commits after the follower's
-            newest commit, and in some cases earlier ones. Empty if the follower has no commit.
+        other_commits: the commits to check (rule 4), in any order. These are the commits after the
+            follower's newest commit, and in some cases earlier commits. Empty if the follower has
+            no commit.
         has_rows: whether the table has rows, or commits of another follower. If there is metadata,
             `has_rows` is False only for a table that is not created yet.
         rules: if this follower has no commit, the rules in the newest commit of any follower.
@@ -168,7 +169,7 @@ class FollowedTable(Protocol[ChangesT_contra]):
         committed alone.
 
         Raises:
-            Superseded: the table has a later version than the one that `marks` has read.
+            Superseded: the table has a later version than the version that `marks` has read.
         """
 
 

@@ -6,7 +6,7 @@ Rules:
     2. A later value of another type is an error, even an integer in a column of doubles. If types
        were merged, the result would depend on the sizes of batches.
     3. Null has no type, and an empty list or struct as the first value is an error.
-    4. New columns, and new fields of structs, are appended to the known ones.
+    4. New columns are appended to the known columns, and new fields of structs to the known fields.
     5. A table has at most `COLUMNS_MAX` columns and fields of structs, so that payloads with
        arbitrary keys cannot create thousands of columns.
 """

@@ -146,8 +146,8 @@ class ChangeRules:
         function: computes the changes of transactions (rule 3).
 
     Raises:
-        BadConfig: the key contains a column twice, or there are rules for deletes as well as a
-            function.
+        BadConfig: the key contains a column twice, or a function is combined with rules for
+            deletes.
     """
 
     key: Sequence[str]
@@ -282,7 +282,7 @@ def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
 def select_transactions(
     batch: pa.RecordBatch, after: int, headers: Sequence[int]
 ) -> pa.RecordBatch:
-    """Return the transactions after a mark that have one of `headers`; all if it is empty."""
+    """Return the transactions after a mark; unless `headers` is empty, filtered by header."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
         is_selected &= np.isin(batch["header"].to_numpy(), headers)

@@ -16,8 +16,8 @@ Rules:
        of transactions up to the marks of the commit, and higher than the number of transactions up
        to the marks of each earlier commit. Without Spark, the version equals the number of
        transactions.
-    5. A table with a version but without marks has lost its marks. The follower then reports an
-       error and does not start from the beginning: the user must decide.
+    5. A table with a version but without marks has lost its marks. In this case, the follower
+       reports an error and does not start from the beginning, because the user must decide.
     6. A follower never changes the rules of a table. Without this rule, the rows would be a mixture
        of two rules, and no replay of the log could reproduce them.
 """

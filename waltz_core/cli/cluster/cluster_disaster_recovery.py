@@ -327,7 +327,7 @@ async def _declare_chosen_log(
     chosen_replica: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
-    """Make one replica's log the log of the partition; the others copy the missing records."""
+    """Make one replica's log the log of the partition; other replicas copy missing records."""
     session_id, logs = answers.session.session_id, answers.logs
     ranked_replicas = sorted(logs, key=lambda member: logs[member].rank, reverse=True)
     members = (chosen_replica, *(member for member in ranked_replicas if member != chosen_replica))
@@ -540,7 +540,7 @@ async def _choose_and_write_logs(
         )
         for decision in decisions
     }
-    # Raise the IDs before any partition can be opened, so that no server gets a generation that was
+    # The IDs are raised before any partition can be opened. So no server gets a generation that was
     # used earlier.
     issued_id = max((each.issued_id for each in newest.values()), default=0)
     await command.coordinator.issued_ids.increase_to(ClientId(issued_id))
@@ -579,7 +579,7 @@ def _recovered_log(
     link: OwnerConnection,
     replies: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
-    """Describe the log of the chosen replica, at `link`, for the search in the archive."""
+    """Describe the log of the chosen replica (at `link`), for the search in the archive."""
     source = replies[link.address]
     starts = {
         name: TransactionId(max(answer.start, BEFORE_FIRST)) for name, answer in replies.items()

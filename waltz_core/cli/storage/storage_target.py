@@ -1,7 +1,7 @@
 """The options with which the `storage` subcommands select storages and partitions.
 
 A storage has two addresses: the address of its admin port, and the address of its data port, to
-which servers connect. All subcommands accept both.
+which servers connect. All subcommands accept both addresses.
 """
 
 import os

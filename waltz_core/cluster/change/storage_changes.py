@@ -266,7 +266,7 @@ class StorageChanges:
         )
 
     async def _read_with_versions(self) -> tuple[StorageLayout, list[SetNode]]:
-        """Read the layout; return it, and a write of the same data and version for each node."""
+        """Return the layout, and for each node a write of its current data at its version."""
         steps: list[SetNode] = []
 
         async def read(path: str, decode: Callable[[bytes], T]) -> T:

@@ -37,7 +37,7 @@ class Author(NamedTuple):
 
 
 class PermissionsChange(NamedTuple):
-    """The permissions before and after a change; they are the same if the change had no effect."""
+    """The permissions before and after a change; without an effect, both are the same."""
 
     before: Permissions | None
     after: Permissions

@@ -22,7 +22,8 @@ Rules:
        names the next owner.
     6. Even during a rebalancing, a server is a source only after it was overloaded for
        `sustained_ms`. Reason: servers publish their loads one after the other. When all servers
-       continue after a pause, the first one to publish seems overloaded for a moment.
+       continue after a pause, the first server that publishes its loads seems overloaded for a
+       moment.
 """
 
 from collections.abc import Collection, Mapping

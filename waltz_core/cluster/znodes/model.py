@@ -10,8 +10,8 @@ Rules:
        exception. Before a decoder allocates memory, it checks each count against the remaining
        bytes. Bytes after the end of the value are an error.
     3. Strings are "modified UTF-8" after an unsigned 16-bit length.
-    4. Maps keep the order in which they were decoded, so that decoding and encoding returns the
-       same bytes.
+    4. Maps keep the order in which they were decoded. Therefore a value that is decoded and encoded
+       again has the same bytes.
 """
 
 import struct

@@ -26,7 +26,7 @@ async def follow_despite_bad_nodes(
     follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
     callback: Callable[[ViewT], None],
 ) -> Never:
-    """Follow nodes in ZooKeeper like `follow`, even after nodes that cannot be read (rule 1).
+    """Follow nodes in ZooKeeper like `follow`, but continue after unreadable nodes (rule 1).
 
     Raises:
         BadFormat, BadRequest: the process has no valid data yet.

@@ -566,7 +566,7 @@ class ZooKeeperSession:
             raise self._wrong_user_error(_wrong_auth_file_message(self._credentials.user.name))
 
     async def check_administrator(self) -> None:
-        """Raise BadConfig unless the auth file has the users that a changing command needs."""
+        """Raise BadConfig if the auth file lacks a user that a changing command needs."""
         self.check_not_member()
         credentials = self._credentials
         if credentials is None or not credentials.has_one_user:

@@ -18,7 +18,7 @@ _REQUIRED: Final = Requirement((ADMINISTER,), Scope.ALL, needs_all=True)
 
 
 def check_administrator(permissions: Permissions, token_hash: str, action: str) -> str:
-    """Return the principal of a token; an empty hash is a caller without a token.
+    """Return the principal of a token; a caller without a token has an empty hash.
 
     Raises:
         AuthenticationFailed: the token is not valid.

@@ -5,8 +5,8 @@ Rules (decision 069):
        the caller. With access control, the caller's principal must have the verb `administer` for
        all partitions. Immediately before the change begins, the gateway reads the current
        permissions from ZooKeeper.
-    2. Without access control, the gateway must not have a user in ZooKeeper, because every caller
-       could then act as this user.
+    2. Without access control, the gateway must not have a user in ZooKeeper. Reason: every caller
+       could act as this user.
     3. Requests to servers and storages contain the token of the caller, as everywhere in the
        gateway.
     4. A change has an audit entry with the caller's principal, and continues when the page is

@@ -4,8 +4,9 @@ Rules:
     1. Only one read runs at a time. After each read, the reader pauses for the time that the read
        took, but at most for `PAUSE_S_MAX`. So many callers cause no more load on ZooKeeper than one
        caller.
-    2. A request waits for a read for a limited time, and then uses the result of the previous read.
-       The read continues, because a read of many partitions takes longer than a request may wait.
+    2. A request waits for a read for a limited time. After this time, the request uses the result
+       of the previous read. The read continues, because a read of many partitions takes longer than
+       a request may wait.
     3. If a read does not end in time, one small read shows whether ZooKeeper answers.
 """
 

@@ -275,8 +275,8 @@ class _BackwardSearch:
     async def _read_window(self, low: int) -> list[_PageRow] | None:
         """Return the transactions of the window low..end.
 
-        Returns None if the window is too large, or if the log does not contain it any more. Sets
-        the size of the next window.
+        Returns None if the window is too large, or if the log does not contain the window any more.
+        Sets the size of the next window.
         """
         window_rows: list[_PageRow] = []
         first, chunk_ids = low, 0
