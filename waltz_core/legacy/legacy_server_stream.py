@@ -238,7 +238,7 @@ class LegacyServerPartition:
         return self._take_effects()
 
     def wake(self, now_ms: int) -> list[Effect]:
-        """Request the mark again; if a row was in flight for too long, send a flush instead."""
+        """Request the mark again, if due; send a flush if a row was in flight for too long."""
         repeat_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
         if repeat_at_ms is not None and repeat_at_ms <= now_ms:
             self._request_mark(now_ms)

@@ -245,7 +245,7 @@ class AvroSchemaCheck:
 
 
 def branch_name(schema: str | dict[str, Any]) -> str:
-    """Return the name of a type inside a union; each union has a name only once."""
+    """Return the name of a type inside a union; the name must be unique in this union."""
     if isinstance(schema, str):
         return schema
     name: str = schema.get("name", schema["type"])

@@ -77,7 +77,7 @@ class SchemaRegistry:
     def subject_schema(
         self, subject: str, version: int | None, kind: SchemaType
     ) -> RegisteredSchema:
-        """Request a version of a subject's schema, by default the latest version.
+        """Request a version of a subject's schema; if None, the latest version.
 
         Raises:
             BadFormat: the schema is of another kind.

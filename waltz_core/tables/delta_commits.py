@@ -48,8 +48,8 @@ def find_newest_commit(
         commits: the newest commits of the table, the newest first.
         is_complete: whether the history of the table has no older commits.
 
-    Returns: None if `commits` contains no commit of the follower, or if older commits must also be
-        read.
+    Returns:
+        None if `commits` contains no commit of the follower, or if older commits must also be read.
     """
     other_commits = [commit.as_other_commit() for commit in commits]
     own_indexes = [

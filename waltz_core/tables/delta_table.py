@@ -166,8 +166,8 @@ class FollowedDeltaTable:
         Raises:
             BadRequest: a key has changes in two partitions, or a value of a partition column is
                 an empty text.
-            Superseded: the table has a later version than the version that `marks` has read. The
-            errors of `library_error`: the library reports another error.
+            Superseded: the table has a later version than the version that `marks` has read.
+            The errors of `library_error`: the library reports another error.
         """
         if changes is not None and not changes.num_rows:
             return False

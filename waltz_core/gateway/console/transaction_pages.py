@@ -101,7 +101,7 @@ async def read_page_until(
     count: int,
     header_values: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Return the page of transactions that ends at `last`; by default, at the end of the log.
+    """Return the page of transactions that ends at `last`; if None, at the end of the log.
 
     In the result, `previous` is the last ID of the previous page, or -1 if there is none. `next` is
     the ID after this page.
