@@ -308,7 +308,7 @@ class WriteRegistry:
         return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
     async def _fence_check_operations(self) -> list[Operation]:
-        """Return the operation that checks the fence, for other changes of nodes (rule 7)."""
+        """Return the check of the fence for other changes of existing nodes (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [CheckVersion(path, node.stat.version)]

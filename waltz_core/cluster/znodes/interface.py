@@ -144,7 +144,7 @@ class Znodes(Protocol):
         """Read a node, None if it is missing; its change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of a node's children, None without a node; a change sets the signal."""
+        """Read a node's child names, None if the node is missing; a change sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; return the nodes' new versions (NO_NODE if deleted)."""
