@@ -7,7 +7,7 @@ Rules:
        ZooKeeper, and a restart of the daemon would not end the outage.
     3. The pages accept GET and HEAD only, within the limits of `http_port.py`.
     4. If a page raises an exception, the daemon logs it, answers with status 500, and continues.
-    5. The HTTP libraries are imported only by a daemon with an `http_port`, because they cost time
+    5. Only a daemon with an `http_port` imports the HTTP libraries, because these imports cost time
        and memory.
 """
 

@@ -108,7 +108,7 @@ class Driver(Generic[EventT, EffectT]):
             self._on_failure(error)
 
     def _set_timer(self) -> None:
-        """Set the timer; keep a timer that is too early, because an early wake-up is harmless."""
+        """Set the timer; if the timer is set too early, keep it: an early wake-up is harmless."""
         wake_at_ms = self._machine.wake_at_ms
         if wake_at_ms is None:
             return

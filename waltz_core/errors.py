@@ -240,7 +240,7 @@ class NotOwned(Unavailable):
 class Overloaded(Unavailable):
     """A queue or a memory budget is full, or the principal is over one of its limits.
 
-    `retry_after_ms` is the time after which the server expects to accept the request; 0: unknown.
+    `retry_after_ms` is the time after which the server expects to accept the request; 0 if unknown.
 
     Action: Repeat the call after a pause, and append less at once. If the message names a limit of
     the principal, an administrator can raise it with `waltz-core access limit`.
@@ -281,7 +281,7 @@ class Unreachable(Unavailable):
 
 
 class TlsFailed(Unreachable):
-    """A TLS handshake failed: one side does not use TLS, or does not trust the other.
+    """A TLS handshake failed: one side does not use TLS, or does not trust the other side.
 
     Action: Compare the TLS settings of both sides (docs/operations.md).
     """
@@ -309,7 +309,7 @@ class CoordinatorUnavailable(Unavailable):
 
 
 class OutcomeUnknown(Unavailable):
-    """The append may or may not be in the log; reading the log shows it.
+    """It is unknown whether the append is in the log; a read of the log shows this.
 
     Action: Read the log before you append the same data again.
     """
@@ -318,7 +318,7 @@ class OutcomeUnknown(Unavailable):
 
 
 class CoordinatorOutcomeUnknown(Unavailable):
-    """A write to ZooKeeper may or may not have happened; reading again shows it.
+    """It is unknown whether a write to ZooKeeper has happened; a new read shows this.
 
     Action: Read the state again before you repeat the change.
     """
@@ -354,8 +354,8 @@ class ArchiveUnavailable(Unavailable):
 class PermissionsNotLoaded(Unavailable):
     """The process has not read the permissions of the cluster yet.
 
-    Action: Repeat the call after a pause. If it fails again, check the process's connection to
-    ZooKeeper, and run `waltz-core access list`.
+    Action: Repeat the call after a pause. If the call fails again, check the connection of the
+    process to ZooKeeper, and run `waltz-core access list`.
     """
 
     code = 34
@@ -371,7 +371,7 @@ class Superseded(WaltzError):
 
 
 class SessionFenced(Superseded):
-    """A storage rejects a store session, because it has promised a later one to another server.
+    """A storage rejects a store session: it has promised a later session to another server.
 
     `promised`, if known, is the number of the later session.
 
@@ -400,9 +400,9 @@ class LockFailed(Superseded):
     """Another transaction has written one of the append's locks after the client's high-water mark.
 
     `conflicting` is the ID of the transaction that has written the lock, or a later ID.
-    `high_water_mark` is a mark that includes this transaction. Each of the two is None if the
-    server does not know it. After an `append` with the argument `pipelined`, `pipelined_state` is
-    the value of this argument for the next `append`.
+    `high_water_mark` is a mark that includes this transaction. `conflicting` or `high_water_mark`
+    is None if the server does not know this ID. After an `append` with the argument `pipelined`,
+    `pipelined_state` is the value of this argument for the next `append`.
 
     Action: Apply the log up to `high_water_mark`, compute the transaction again, and append the
     new transaction.
@@ -487,7 +487,7 @@ class StorageIdMismatch(Damaged):
 
 
 class DataLoss(Damaged):
-    """The log ends before a high-water mark that was reported earlier, or has changed before it.
+    """The log ends before a mark that was reported earlier, or has changed before this mark.
 
     Action: Check the connect string. Restore the lost storages before you change anything else.
     """

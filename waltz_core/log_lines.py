@@ -35,7 +35,7 @@ _JSON_TYPES: Final = (str, int, float, bool, NoneType, list, tuple, dict)
 
 
 def set_log_format(name: str) -> None:
-    """Let the outputs of the root logger write a format of the setting `log_format`."""
+    """Set the format of the root logger's outputs to a value of the setting `log_format`."""
     formatter = JsonFormatter() if name == "json" else logging.Formatter(TEXT_FORMAT, TIME_FORMAT)
     for output in logging.getLogger().handlers:
         output.setFormatter(formatter)

@@ -50,8 +50,9 @@ from waltz_core.transport import net
 IN_MEMORY_CONFIG: Final = ClientConfig(
     request_timeout_ms=5_000, retry_interval_ms_min=1, retry_interval_ms_max=50
 )
-# A client whose append has no outcome stays disconnected for its request timeout multiplied by this
-# factor. So even on a busy machine, the append times out before the client connects again.
+# If an append has no outcome, its client stays disconnected for the client's request timeout,
+# multiplied by this factor. So even on a busy machine, the append times out before the client
+# connects again.
 OUTCOME_TIMEOUT_FACTOR: Final = 1.25
 KEY: Final = b"Waltz in memory."
 assert len(KEY) == 16
@@ -63,8 +64,8 @@ class MemoryWaltz:
     """An in-process log with `partition_count` partitions and any number of clients.
 
     `delay_ms` is the delay of answers: a number, or a minimum and a maximum. `fault_rate` is the
-    probability (0.0 to 1.0) that an append or its answer is lost with its connection; clients
-    recover from this and report each outcome once, as with a cluster.
+    probability (0.0 to 1.0) that an append or its answer is lost together with the connection.
+    Clients recover from this loss and report each outcome once, as with a cluster.
     """
 
     def __init__(
@@ -199,8 +200,9 @@ class MemoryWaltz:
     def reject_next(self, count: int = 1) -> None:
         """Reject the next `count` appends with a read or write lock, as for a real conflict.
 
-        No other client has written the lock. In a cluster, a false rejection by a lock table has
-        the same effect. 0 ends the rejections. Rows of `append_batch` are not rejected.
+        No other client has written the lock. In a cluster, a lock table can reject a transaction
+        without a conflict, with the same effect. 0 ends the rejections. Rows of `append_batch` are
+        not rejected.
         """
         self._faults.rejections = count
 
@@ -209,11 +211,12 @@ class MemoryWaltz:
     ) -> None:
         """Fail the next `count` appends of any client with an error; 0 ends the failures.
 
-        With `OutcomeUnknown`, either the append or its answer is lost. `enters_log` selects which
-        one; the default is random. The client cannot learn the outcome before its
-        `request_timeout_ms` has passed. With any other error, the append is not in the log.
+        With `OutcomeUnknown`, either the append or its answer is lost. `enters_log` selects whether
+        the append or the answer is lost; the default is random. The client cannot learn the outcome
+        before its `request_timeout_ms` has passed. With any other error, the append is not in the
+        log.
 
-        After `Overloaded`, `NoSpace` and `SessionLost`, clients send the append again, so the
+        After `Overloaded`, `NoSpace` and `SessionLost`, clients send the append again. So the
         application sees these errors only if they last for `request_timeout_ms`. Raises BadRequest
         for an error that no append can have.
         """

@@ -8,8 +8,8 @@ Rules:
     3. The `Report`s of machines are counted in one metric, with the name of the report as the label
        `event`. The log line of a report has the same name.
     4. Each process, and in tests each daemon, has one object `Metrics`, which only one thread uses.
-       Between two requests of the page, counters are plain sums: each append increases five
-       counters, and prometheus_client would lock a mutex each time.
+       Between two requests of the page, counters are plain sums. Reason: each append increases five
+       counters, and for each increase, prometheus_client would lock a mutex.
     5. The values of labels come from limited sets (partitions, replicas, reasons, principals with a
        grant), never from the input of clients.
 """
@@ -628,8 +628,8 @@ class Metrics:
         self._collectors: dict[str, Any] = {}
         # The growth of counters since the last page (rule 4).
         self._counter_growth: dict[tuple[object, ...], float] = {}
-        # The metrics by name and labels, because a lookup in prometheus_client takes longer than
-        # the count itself.
+        # A cache of the metrics by name and labels. A lookup in prometheus_client would take longer
+        # than the count itself.
         self._labeled_metrics: dict[tuple[object, ...], Any] = {}
         # The keys of `_labeled_metrics` by label and value, for example to find all metrics of a
         # partition.
@@ -661,7 +661,7 @@ class Metrics:
         self._find_metric(name, labels).set(value)
 
     def set_source(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
-        """Let each page read a gauge with `read`, on the thread that builds the page."""
+        """Read a gauge by calling `read` for each page, on the thread that builds the page."""
         assert TABLE[name].kind is MetricKind.GAUGE
         self._find_metric(name, labels).set_function(read)
 
@@ -689,7 +689,8 @@ class Metrics:
             self._counter_growth.pop(key, None)
             for pair in texts.items():
                 self._keys_by_label[pair].pop(key)
-            # The metric may have been removed already, under the same labels in another order.
+            # The metric may have been removed already: a key can have the same labels in another
+            # order.
             with contextlib.suppress(KeyError):
                 self._collectors[str(name)].remove(
                     *(texts[label] for label in TABLE[str(name)].labels)

@@ -13,8 +13,8 @@ async def run_parallel(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Re
     Raises the first error itself, not an exception group, and cancels the other coroutines.
 
     The TaskGroup runs in a separate task because of a bug in Python 3.11.2 and earlier: a TaskGroup
-    that fails leaves a cancel request in its task. Every later `asyncio.timeout` in the caller's
-    task would then raise CancelledError instead of TimeoutError.
+    that fails leaves a cancel request in its task. In the caller's task, this request would make
+    every later `asyncio.timeout` raise CancelledError instead of TimeoutError.
     """
     try:
         return await asyncio.get_running_loop().create_task(_run_group(calls))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def waltz_cluster() -> Iterator[str]:
-    """The connect string of a cluster on this machine, which stops with the test session."""
+    """The connect string of a local cluster. The cluster stops with the test session."""
     import waltz_core.local  # noqa: PLC0415 - only this fixture needs the import
 
     with waltz_core.local.cluster() as connect:

@@ -69,7 +69,7 @@ class WaltzTracer:
         row_count: int,
         outcome_of: Callable[[Any], TracedOutcome],
     ) -> None:
-        """Record a span from now until an append has its outcome; its parent is the caller's span.
+        """Record a span from now until an append has its outcome; the parent is the caller's span.
 
         `outcome_of` summarizes the result of the future.
         """
@@ -102,7 +102,7 @@ class WaltzTracer:
     def apply_span(
         self, partition_id: int, first: int, row_count: int
     ) -> Iterator[Callable[[Exception], None]]:
-        """Record a span of the callbacks in this block; their spans are its children.
+        """Record a span of the callbacks in this block; the callbacks' own spans are children.
 
         Call the yielded function with the error of a callback.
         """

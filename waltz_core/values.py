@@ -1,8 +1,8 @@
 """`value`: an immutable dataclass that is created as fast as a mutable one.
 
-Messages, events and effects use this decorator, because a single append creates about fifty of
-them. `dataclass(frozen=True)` calls `object.__setattr__` for each field, so its objects are created
-three times as slowly.
+Messages, events and effects use this decorator, because a single append creates about fifty such
+objects. `dataclass(frozen=True)` calls `object.__setattr__` for each field, so its objects are
+created three times as slowly.
 
 Rules:
     1. For mypy, the class is a frozen dataclass, so mypy rejects code that changes an object. At

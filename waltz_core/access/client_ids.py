@@ -1,11 +1,11 @@
 """Client IDs that servers issue, each with a proof (an HMAC) of its principal (AC 9).
 
-A server stores nothing for an ID that it issues: every server can verify the proof, in every
-generation. Clients have allocated the IDs below `FIRST_ISSUED_ID` in ZooKeeper themselves.
+A server stores nothing for an ID that it issues, because every server can verify the proof, in
+every generation. Clients have allocated the IDs below `FIRST_ISSUED_ID` in ZooKeeper themselves.
 
-A rebuild or a restore of the cluster may reset the counter of issued IDs, so that IDs are issued a
-second time. Therefore the permissions then get a new signing key, and the proofs of the earlier IDs
-become invalid.
+If a cluster is rebuilt or restored, the counter of issued IDs may be reset, and servers may issue
+IDs a second time. Therefore the permissions get a new signing key, which makes the proofs of the
+earlier IDs invalid.
 """
 
 import hmac
@@ -20,7 +20,8 @@ FIRST_ISSUED_ID: Final = ClientId(1 << 30)
 BEFORE_FIRST_ISSUED_ID: Final = ClientId(FIRST_ISSUED_ID - 1)
 PROOF_BYTES: Final = 16
 CLIENT_KEY_BYTES: Final = 32
-# The value for an ID without a proof: from ZooKeeper, or from a server without permissions.
+# The value for an ID that has no proof, because the ID comes from ZooKeeper, or from a server
+# without permissions.
 NO_PROOF: Final = bytes(PROOF_BYTES)
 # The bytes at the beginning of each signed text.
 _SIGNED_LABEL: Final = b"waltz client id"
@@ -39,7 +40,8 @@ class ClientIdentity(NamedTuple):
 
 def proof_of(client_key: bytes, client_id: int, principal: str) -> bytes:
     """Return the proof that a client ID belongs to a principal: an HMAC of `PROOF_BYTES` bytes."""
-    # The label and the ID have fixed lengths, so different IDs and principals sign different bytes.
+    # The label and the ID have fixed lengths, so the signed bytes of two different IDs or
+    # principals differ.
     signed = _SIGNED_LABEL + _CLIENT_ID.pack(client_id) + principal.encode()
     return hmac.digest(client_key, signed, "sha256")[:PROOF_BYTES]
 

@@ -3,14 +3,14 @@
 `StoredPermissions.change` writes the result to ZooKeeper, with the next revision.
 
 Rules:
-    1. Input is checked here, before `access_node` encodes it. A value that no permissions may
-       contain raises BadConfig. A change that does not fit the existing permissions raises
-       BadRequest.
-    2. After a change of a verb, the grantee has at most one grant of this verb, with all of its
-       partitions.
+    1. This module checks all input, before `access_node` encodes the permissions. A value that no
+       permissions may contain raises BadConfig. A change that does not fit the existing permissions
+       raises BadRequest.
+    2. After a change of a verb, the grantee has at most one grant of this verb. This grant contains
+       all partitions of the verb.
     3. Without a grant of `replicate` for a partition, no server can open a session of the
-       partition. So a change must not remove the last such grant, unless the caller forces it
-       (`check_replicate_remains`).
+       partition. So a change must not remove the last such grant, unless the caller forces the
+       removal (`check_replicate_remains`).
     4. A change without an effect returns equal permissions, so no new revision is written.
 """
 
@@ -68,7 +68,7 @@ def with_revision(
     "?" replaces each character of `changed_by` that the access node in ZooKeeper may not contain.
 
     Raises BadRequest if `revision` exceeds `REVISION_MAX`, for example after an import of
-    permissions with this revision.
+    permissions with the revision `REVISION_MAX`.
     """
     author = "".join(character if character.isprintable() else "?" for character in changed_by)
     if revision > REVISION_MAX:
@@ -119,7 +119,7 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
 
 
 def check_principal(name: str) -> None:
-    """Raise BadConfig unless `name` is the name of a principal that may have grants and limits."""
+    """Raise BadConfig if no principal with this name may have grants and limits."""
     if not is_principal_name(name) or (name in RESERVED_NAMES and name != ANONYMOUS):
         raise BadConfig(
             f"expected a principal name of {PRINCIPAL_NAME_FORM} that is not reserved, found "
@@ -413,7 +413,7 @@ def add_token(permissions: Permissions, token_hash: str, token: StoredToken) -> 
 
 
 def check_token_principal(name: str) -> None:
-    """Raise BadConfig unless a token may identify this principal: it must not be reserved."""
+    """Raise BadConfig if the principal is reserved: no token may identify such a principal."""
     check_principal(name)
     if name in RESERVED_NAMES:
         raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")

@@ -9,7 +9,8 @@ from typing import Final
 
 from waltz_core.access.requirements import AccessVerb
 
-# The key in `limits` of the default limits: they apply where a principal has no own limit.
+# The key of the default limits in `limits`. A default limit applies if a principal does not have
+# this limit itself.
 DEFAULT_LIMITS_KEY: Final = "*"
 
 
@@ -28,7 +29,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class PrincipalLimits:
-    """The limits of one principal at one daemon; a limit that is None is not set.
+    """The limits of one principal at one daemon; None for a limit that is not set.
 
     `bytes_per_s` counts the bytes of requests and of the ranges in answers. `appends_per_s` counts
     an append as one request, even if it has many rows.

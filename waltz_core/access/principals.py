@@ -5,9 +5,10 @@ The certificate is the dictionary that `SSLSocket.getpeercert` returns after ver
 Rules:
     1. The pattern must match a whole name of the certificate: `CN=..`, `SUBJECT=..`, `URI=..` or
        `DNS=..`. Its first group is the principal.
-    2. A certificate can contain several names, and the result must not depend on their order. So if
-       the names yield no principal, or different principals, the certificate has no principal. The
-       same holds if the result does not have the form of a principal, or is a reserved name.
+    2. A certificate can contain several names, and the result must not depend on their order. So
+       the certificate has no principal if its names yield no principal, or different principals. It
+       also has no principal if the result does not have the form of a principal, or is a reserved
+       name.
 """
 
 import re
@@ -70,7 +71,7 @@ def principal_of(certificate: Certificate | None, pattern: "re.Pattern[str]") ->
 
 
 def _certificate_names(certificate: Certificate) -> Iterator[str]:
-    """Yield the names of a certificate with which the pattern is compared (rule 1)."""
+    """Yield the names in a certificate; the pattern is compared with them (rule 1)."""
     subject = certificate.get("subject", ())
     for part in subject:
         for kind, value in part:

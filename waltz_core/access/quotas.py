@@ -7,12 +7,12 @@ Rules:
     1. All connections of a principal share its quota. A principal with `replicate` has no quota.
     2. A quota is a token bucket. A request may begin when all earlier requests are paid for, and is
        charged as a whole when it begins. So a request can begin even if it costs more than the
-       limit of one second; later requests wait until it is paid for.
+       limit permits in one second. Later requests wait until this request is paid for.
     3. After an idle time, a bucket permits a burst: the amount that the limit permits in
        `BURST_NS`.
     4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and is not charged.
        Rejections are charged to a separate bucket. So a few rejected requests of a client are
-       answered fast, but a flood of them is slowed down.
+       answered fast, but a flood of rejected requests is slowed down.
     5. If a principal does not have a limit of its own, the limit of "*" applies. If a new revision
        of the permissions changes a limit, the bucket of this limit is replaced; other buckets keep
        their amounts.
@@ -35,7 +35,7 @@ WAIT_NS_MAX: Final = SECOND_NS
 REQUEST_BYTES_MIN: Final = 512
 METRIC_LABELS_MAX: Final = 100
 # The rate limit for client IDs of one principal at one server. A Spark job requests one ID for each
-# task, all at the same time.
+# task, and sends all these requests at the same time.
 IDS_PER_S: Final = 100
 IDS_PER_BURST: Final = 20_000
 _IDS_BURST_NS: Final = IDS_PER_BURST * SECOND_NS // IDS_PER_S
@@ -43,12 +43,13 @@ OTHER_LABEL: Final = "other"
 # At this number, quotas without connections and with full buckets are dropped.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
-# A large rejected request counts as several rejections: one, and one more for each multiple of this
-# size, because the daemon has received its bytes.
+# The daemon has received the bytes of each rejected request. So a large rejected request counts as
+# several rejections: one, and one more for each multiple of this size.
 BYTES_PER_REJECTION: Final = 32 * 1024
 # The retry delay that a rejected connection or feed receives.
 REJECTED_CONNECTION_RETRY_MS: Final = 1_000
-# A large request and a small limit could exceed the 32 bits of the delay field in answers.
+# The maximum delay in answers. With a large request and a small limit, the delay could otherwise
+# exceed the 32 bits of its field.
 RETRY_MS_MAX: Final = 24 * 3_600 * 1_000
 _LIMIT_HINT: Final = "Hint: `waltz-core access limit` changes the limit."
 
@@ -101,8 +102,8 @@ class Usage:
 class IssuedIdLimit:
     """Limits the rate of client IDs that each principal receives from one server.
 
-    The limit also applies to principals without other limits, because all principals share 2**30
-    IDs. At `IDS_PER_S`, one principal would need months to use up all IDs.
+    All principals share 2**30 IDs. Therefore this limit also applies to principals without other
+    limits. At `IDS_PER_S`, one principal would need months to use up all IDs.
     """
 
     def __init__(self) -> None:
@@ -176,9 +177,9 @@ class Quota:
     ) -> int | Overloaded:
         """Charge a request and return its delay in nanoseconds, or return the rejection (rule 4).
 
-        `waited_ns` is the time that the request has already waited. `has_rejected_append` states
-        that an earlier append of the same partition was rejected; then this append must be
-        rejected, too.
+        `waited_ns` is the time that the request has already waited. If `has_rejected_append` is
+        true, an earlier append of the same partition was rejected. In this case, this append must
+        also be rejected.
         """
         size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
         byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)

@@ -1,4 +1,4 @@
-"""The permission that a message requires: verbs, and the partitions for which they are needed.
+"""The permission that a message requires: verbs, and the partitions for these verbs.
 
 Each message class of `wire/` declares its requirement (decision 048, AC 1) with the types and
 functions of this file. docs/reference/permissions.md is generated from these declarations.
@@ -32,7 +32,7 @@ class Scope(Enum):
 class Requirement:
     """A permission: one of the verbs, or all of them if `needs_all`, within a scope.
 
-    `require_all` and `require_one` return the same object for equal requirements, so that the
+    For equal requirements, `require_all` and `require_one` return the same object. Therefore the
     lookup for each request is fast.
     """
 
@@ -53,7 +53,7 @@ class Exemption(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequirementByField:
-    """A requirement that depends on a field of the message; it has an entry for each value."""
+    """A requirement that depends on a field of the message, with an entry for each field value."""
 
     field: str
     requirements: Mapping[object, Requirement]
@@ -65,8 +65,8 @@ READ: Final = AccessVerb.READ
 APPEND: Final = AccessVerb.APPEND
 ADMINISTER: Final = AccessVerb.ADMINISTER
 REPLICATE: Final = AccessVerb.REPLICATE
-# NB: the functions also return the union type. Otherwise mypy infers a narrower type for each
-# class.
+# NB: these constants and the functions have the union type. With other declarations, mypy infers a
+# narrower type for each message class.
 ANSWER: Final[RequirementDeclaration] = Exemption.ANSWER
 CREDENTIAL: Final[RequirementDeclaration] = Exemption.CREDENTIAL
 

@@ -3,7 +3,7 @@
 Rules:
     1. The bytes of a token never appear in a `repr`, an error or a log line. An object that
        contains them cannot be pickled.
-    2. ZooKeeper stores only the SHA-256 hash. A slow hash, as for passwords, is not necessary,
+    2. ZooKeeper stores only the SHA-256 hash. Passwords need a slow hash, but tokens do not,
        because a token consists of random bytes.
 """
 

@@ -4,7 +4,7 @@ Rules:
     1. The audit entry is written before the change begins. The outcome is added to the entry when
        the change has ended.
     2. At the timeout, the error states what the change was waiting for. Completed steps are kept:
-       if the user starts the same change again, it continues after them.
+       if the user starts the same change again, the change continues after these steps.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ ChangeResult: TypeAlias = Mapping[str, object] | None
 
 
 class ChangeRun:
-    """A running change of a cluster: its completed steps, and the reason for which it waits."""
+    """A running change of a cluster: the completed steps, and the reason for a wait."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -59,7 +59,8 @@ async def record_change(
     """Write an audit entry for the block (rule 1); raises BadConfig without permission.
 
     With `may_create_cluster`, the block may create or delete the cluster's znodes, which include
-    the audit log. So the entry is written only at the end of the block, if a cluster exists then.
+    the audit log. So the entry is written only at the end of the block, and only if a cluster
+    exists at this time.
     """
     await coordinator.check_administrator()
     audit, outcome = coordinator.audit, OUTCOME_INTERRUPTED

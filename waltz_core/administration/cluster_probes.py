@@ -102,9 +102,10 @@ CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock takes longer, the result is not accurate to one second.
 CLOCK_READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
-# A process that answers with one of these errors works, but the doctor needs another token.
+# If a process answers with one of these errors, the process works, but the doctor needs another
+# token.
 DENIAL_ERRORS: Final = (AuthenticationFailed, PermissionDenied)
-# The text that a storage reports for a log that it has not opened yet, and that has no error
+# A storage reports this text for a log without an error, until it has opened the log
 # (storage/service/admin_execution.py).
 OPENING_REASON: Final = "the storage has not opened its log"
 NOT_SERVING_TEXT, NOT_ALLOWED_TEXT = b"not currently serving", b"is not executed because"
@@ -325,7 +326,8 @@ class ClusterSnapshot:
     ) -> ClusterFacts:
         """Query the servers and storages of the cluster concurrently.
 
-        Without `reads_logs`, storages read no records, so logs whose reads hang are not detected.
+        Without `reads_logs`, storages read no records. So the probe does not detect logs whose
+        reads hang.
         """
         servers = self.servers.servers
         counter = _ProbeCounter(on_progress)
@@ -470,8 +472,9 @@ class _ServerProbe:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            # There are two harmless reasons: the server waits for a storage that does not answer,
-            # which has its own finding; or a 0.13 server does not support the request.
+            # There are two harmless reasons. The server may be waiting for a storage that does not
+            # answer; this storage has its own finding. Or it is a 0.13 server, which does not
+            # support the request.
             return ()
         return tuple(ReplicaId(name) for name, is_reachable in answer.reachable if not is_reachable)
 
@@ -513,7 +516,7 @@ class _ServerProbe:
     async def _query_archive(
         self, link: ServerLink, partition_id: PartitionId
     ) -> tuple[int | None, int]:
-        """Return the approximate bytes that are not archived, and the archiver's interval in ms."""
+        """Return roughly how many bytes are not archived, and the archiver's interval in ms."""
         if self._archived_last_ids[partition_id] == BEFORE_FIRST:
             return None, 0
 
@@ -544,7 +547,7 @@ class _ServerProbe:
     async def _query_commit_stamp_ahead_ms(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId
     ) -> float | None:
-        """Return by how much the commit stamp of a transaction is in the future."""
+        """Return the time by which a transaction's commit stamp is in the future."""
         if last < 0:
             return None
 
@@ -577,7 +580,7 @@ class _ServerProbe:
 
 
 def archive_facts(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | None:
-    """Return the facts about the archive in the gauges of a storage; None without an archive."""
+    """Derive the facts about the archive from a storage's gauges; None without an archive."""
     gauge = gauges.get("waltz-storage.archive")
     if gauge is None:
         return None
@@ -691,7 +694,7 @@ class _StorageProbe:
     async def _first_stuck_partition(
         self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]
     ) -> PartitionId | None:
-        """Read the last record of each log in turn; return the first log that does not answer."""
+        """Read the last record of one log after the other; return the first log that hangs."""
         with suppress(WaltzError):
             async with admin_connection(
                 self._facts.admin_address, ssl=member_connections.ssl_context()

@@ -6,7 +6,7 @@ Rules:
        - If a check finds no problem, the result is empty.
        - If two successive checks have problems in common, these problems are the result.
        - If the problems are different at each of `CHECKS_MAX` checks, the problems of the last
-         check are the result: a cluster whose problems change all the time is not healthy.
+         check are the result. Reason: a cluster whose problems change all the time is not healthy.
 """
 
 import asyncio

@@ -1,12 +1,13 @@
 """The TLS settings and the token of a command, and its connections to servers and storages.
 
 A command or a request of the console works on one cluster, and opens connections in many places. So
-the settings are in the current context (`contextvars`), which all tasks of the command inherit.
+the current context (`contextvars`) contains the settings, and all tasks of the command inherit this
+context.
 
 Rules:
     1. With the option `--tls`, the TLS settings come from this option, and there is no token.
-       Otherwise the connect string specifies both the TLS settings and the location of the token.
-       This is the connect string of the command or, if the command has none, $WALTZ_CONNECT.
+       Without `--tls`, the connect string specifies both the TLS settings and the location of the
+       token. This is the connect string of the command or, if the command has none, $WALTZ_CONNECT.
     2. For a request of the console, the gateway selects a TLS context with the token of the caller.
     3. Clients (`WaltzClient`) use their own connect string.
 """
@@ -24,7 +25,7 @@ from waltz_core.wire.messages import WireProtocol
 
 
 class _NamedSettings(NamedTuple):
-    """A value of ?tls= and the source of a token; the TLS context is created at its first use."""
+    """A value of ?tls= and the source of a token; the first use creates the TLS context."""
 
     tls: str = ""
     token: TokenSource | None = None

@@ -1,7 +1,7 @@
 """Sends single requests to servers, and checks whether a process answers at an address.
 
-The commands that change, check or list servers use the messages of Waltz 0.13, which 0.13 servers
-also answer.
+The commands that change, check or list servers use the messages of Waltz 0.13. Therefore 0.13
+servers also answer these messages.
 """
 
 from collections.abc import Callable

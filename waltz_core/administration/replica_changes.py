@@ -45,7 +45,7 @@ async def add_storage(
 
 
 async def _check_data_port(address: ReplicaId) -> None:
-    """Raise Unreachable if no process answers, BadConfig if it is not a storage's data port."""
+    """Raise Unreachable if no process answers at `address`, BadConfig if no storage does."""
     name = await hello_text_at(WireProtocol.STORAGE, address)
     if name is None:
         raise Unreachable(
@@ -280,7 +280,7 @@ async def _change_replicas(
 async def _delete_replica_files(
     run: ChangeRun, layout: StorageLayout, old_placement: Placement
 ) -> None:
-    """Delete the files of partitions on storages that are no longer assigned to them.
+    """Delete the files of partitions on storages from which these partitions were removed.
 
     This is safe because the store sessions of the partitions are open without these storages. If a
     storage does not answer, its files remain, and the doctor reports them.

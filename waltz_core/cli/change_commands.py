@@ -60,7 +60,7 @@ def change_command(
     """Turn a function that changes a cluster into a subcommand.
 
     `may_create_cluster` is passed to `audit_change`. The option `--force` of a subcommand has the
-    same effect, because the subcommand then also accepts incomplete clusters.
+    same effect, because with `--force`, the subcommand also accepts incomplete clusters.
     """
 
     def decorate(function: Callable[..., Awaitable[ChangeResult]]) -> SubcommandFunction:

@@ -96,7 +96,7 @@ def run_daemon(config: DaemonConfigT, run: Callable[[DaemonConfigT], None]) -> N
 
 
 def stop_with_parent() -> None:
-    """Send SIGTERM to this process when its standard input closes: its parent has exited."""
+    """Send SIGTERM to this process when standard input closes, because the parent has exited."""
 
     def stop_when_input_closes() -> None:
         # Do not read sys.stdin: if a thread holds its lock at exit, the interpreter aborts.
@@ -110,8 +110,8 @@ def stop_with_parent() -> None:
 def disable_numpy_threads() -> None:
     """Prevent NumPy from starting threads for matrices; must be called before NumPy is imported.
 
-    A daemon computes no matrices. NumPy would start one thread for each further core, which takes a
-    fifth of its import time.
+    A daemon computes no matrices. NumPy would start one thread for each further core. These starts
+    take a fifth of NumPy's import time.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -127,10 +127,10 @@ def freeze_startup_objects() -> None:
 
 
 def raise_open_files_limit(connections_max: int) -> None:
-    """Raise the limit for open files to its maximum; log a warning if it is too low.
+    """Raise the limit for open files to its maximum; log a warning if the maximum is too low.
 
     A thousand partitions need a thousand connections. The low default limit of a shell protects
-    only programs that use `select`, and the daemons do not use it.
+    only programs that use `select`. The daemons do not use `select`.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -151,8 +151,8 @@ def keep_freed_memory() -> None:
 
     For every frame, a daemon allocates and frees a buffer of the size of a batch. If the C library
     returned this memory to the kernel, each buffer would cost a page fault and a cleared page per 4
-    KiB (measured: a sixth of a storage's CPU time). If the C library has no `mallopt`, this
-    function does nothing.
+    KiB. In a measurement, this was a sixth of a storage's CPU time. If the C library has no
+    `mallopt`, this function does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

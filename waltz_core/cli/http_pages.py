@@ -1,8 +1,8 @@
 """`waltz-core server metrics | storage metrics`: print the metrics from a daemon's HTTP port.
 
 Rules:
-    1. A whole number is printed without a decimal point and without an exponent, even if it is
-       large: numbers of bytes and IDs soon exceed 2^31.
+    1. A whole number, even a large one, is printed without a decimal point and without an exponent.
+       Reason: numbers of bytes and IDs soon exceed 2^31.
     2. `--json` prints every metric under its full name with its labels.
 """
 

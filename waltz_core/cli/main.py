@@ -475,6 +475,7 @@ def _start_logging(path: Path | None) -> None:
         with path.open("rb") as stream:
             logging.config.dictConfig(tomllib.load(stream))
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-        # The error of dictConfig names only the logger or handler. Its cause names the wrong value.
+        # The error of dictConfig names only the logger or handler. The cause of this error names
+        # the wrong value.
         reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
         raise BadConfig(f"--logging {path}: expected a logging.toml: {reason}") from None

@@ -38,7 +38,8 @@ def print_json(value: object) -> None:
 def to_one_line(data: bytes) -> str:
     """Decode UTF-8 as one line; escape invalid bytes and unprintable characters.
 
-    So data from a log can neither send control sequences to the terminal nor look like another row.
+    Therefore data from a log can neither send control sequences to the terminal, nor look like
+    another row.
     """
     text = data.decode("utf-8", "backslashreplace")
     if text.isprintable():

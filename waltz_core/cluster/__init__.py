@@ -1,7 +1,7 @@
 """The metadata of a cluster in ZooKeeper, and the protocols over it.
 
-ZooKeeper stores the live servers, the owner and the replicas of each partition, and, for each
-partition, the newest store session with its members. Records never pass through ZooKeeper.
+ZooKeeper stores the live servers. For each partition, ZooKeeper stores the owner, the replicas, and
+the newest store session with its members. Records never pass through ZooKeeper.
 
 The nodes, below the cluster's root R:
 
@@ -28,12 +28,12 @@ The nodes, below the cluster's root R:
     R/x/load/ID                       extension: the loads of the partitions of server ID
     R/x/audit/e_N                     extension: changes of the cluster by commands: user, outcome
 
-All nodes except R/x have the format of Waltz 0.13, so that 0.13 clients and tools can use the same
-root; they ignore the nodes below R/x.
+All nodes except R/x have the format of Waltz 0.13. Therefore 0.13 clients and tools can use the
+same root. They ignore the nodes below R/x.
 
 Partitions get their owners as follows:
-    1. Each server creates its node `s_N`. ZooKeeper increases the child version of
-       R/serverDescriptors whenever such a node is created or deleted.
+    1. Each server creates its node `s_N`. Whenever such a node is created or deleted, ZooKeeper
+       increases the child version of R/serverDescriptors.
     2. The leader, which is the live server with the smallest ID, then writes a new assignment. The
        assignment contains the child version for which the leader has computed it. A partition that
        moves to another server gets the next generation.

@@ -7,9 +7,9 @@ tests and the simulator run the same code with a ZooKeeper in memory.
 Rules:
     1. Each write depends on the version that was read: no write is unconditional.
     2. A partition's metadata and marker change in one write and are read as one pair.
-    3. A write with unknown outcome is treated neither as done nor as failed. If a new read shows
-       the outcome, as for IDs and registrations, the coordinator reads again. Otherwise the caller
-       gets the error.
+    3. A write with unknown outcome is treated neither as done nor as failed. If a new read can show
+       the outcome, as for IDs and registrations, the coordinator reads again. If no read can show
+       the outcome, the caller gets the error.
     4. Only the calls `follow_...` wait for long: they run until they are cancelled.
 
 All operations raise CoordinatorUnavailable if ZooKeeper does not answer in time, and BadConfig if
@@ -152,8 +152,8 @@ class Coordinator:
     async def check_administrator(self) -> None:
         """Raise BadConfig if this session has the members' user, or does not know that user."""
         await self._znodes.check_administrator()
-        # NB: an auth file with one user does not show whether this is the members' user. With the
-        # members' user, this read fails.
+        # NB: an auth file with one user does not show whether this user is the members' user. With
+        # the members' user, this read fails.
         await self._znodes.children(self.paths.audit)
 
     async def close(self) -> None:
@@ -330,7 +330,7 @@ class Coordinator:
     # --- partitions
 
     async def read_partition(self, partition_id: PartitionId) -> PartitionView:
-        """Read metadata and marker as one pair, not older than any write before the call."""
+        """Read metadata and marker as one pair, which includes all writes before the call."""
         await self._znodes.sync()
         path = self.paths.partition(partition_id)
         marker_path = self.paths.marker(partition_id)
@@ -361,9 +361,10 @@ class Coordinator:
     ) -> PartitionVersions:
         """Write metadata and marker in one compare-and-set, and return their new versions.
 
-        Raises CoordinatorConflict if either node is not at its expected version; nothing is written
-        then. Raises CoordinatorOutcomeUnknown if the answer is lost. The caller then reads the
-        nodes again, and compares session and nonce (docs/design/correctness.md 2.1 B).
+        If either node is not at its expected version, the method writes nothing, and raises
+        CoordinatorConflict. If the answer is lost, the method raises CoordinatorOutcomeUnknown. The
+        caller then reads the nodes again, and compares session and nonce
+        (docs/design/correctness.md 2.1 B).
         """
         if NO_NODE in expected:
             parents = (self.paths.partitions, self.paths.extensions, self.paths.markers)
@@ -479,7 +480,7 @@ class Coordinator:
         callback: Callable[[Permissions | None], None],
         on_not_published: Callable[[errors.WaltzError], None] = lambda _: None,
     ) -> Never:
-        """Call back with the permissions, now and at each change; None: the node is missing.
+        """Call back with the permissions, None if the node is missing, now and at each change.
 
         The method also publishes the revision that `set_applied_revision` has set. If the revision
         cannot be published, `on_not_published` receives the error, and the method continues to
@@ -571,7 +572,7 @@ class Coordinator:
         return await self._membership.read()
 
     async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view, and when no server is live. Run until cancelled."""
+        """Call back with each settled view, and with the view without servers, until cancelled."""
         await self._membership.follow(callback)
 
 

@@ -14,34 +14,34 @@ Rules (docs/spark.md, "Exactly once"):
        the number again.
     3. An attempt may continue while it is the latest attempt of its task, and the write is neither
        done nor removed. `check` tests this with data that is not older than the call.
-    4. A process that only enters a write never begins a write that was removed. In a series of
+    4. If a process only enters a write, it never begins a removed write again. In a series of
        writes, such as `X-6` and `X-7`, a write does not start if a later write of the series
        exists.
     5. A write expires a given time after its node was last written, that is, after its start or its
        end. ZooKeeper's clock measures this time, because a driver's clock may be days off. The
-       removal first marks the write as done, with an empty summary, so that no task enters the
+       removal first marks the write as done, with an empty summary. Therefore no task enters the
        write while the nodes of its tasks are deleted.
     6. A run is one execution of the whole Spark job. The node of a task records its runs, because
        another run may have distributed the rows over the tasks differently.
     7. The version of the parent node of all writes is a fence. To begin or remove a write, a
-       process first reads this version, and then writes the parent node at this version in the same
-       atomic write. So a process that was paused cannot begin a write that was removed meanwhile,
-       and cannot remove a write that was started again. Other changes of existing nodes only
-       check the version of the parent node. The version of the changed node is not sufficient: a
-       node that is deleted and created again starts with the same versions.
+       process first reads this version. The atomic write that begins or removes the write then also
+       writes the parent node, at this version. So a process that was paused cannot begin a write
+       that was removed meanwhile, and cannot remove a write that was started again. Other changes
+       of existing nodes only check the version of the parent node. The version of the changed node
+       is not sufficient: a node that is deleted and created again starts with the same versions.
     8. A registry of one principal (`WriteRegistry.for_principal`) rejects the writes of other
        principals. A write belongs to the principal that began it. If the write was begun without a
        principal or by `anonymous`, it belongs to the first other principal that enters it. Then the
        owner never changes again (decision 048, AC 14). `enter` checks the owner a second time after
        it has written the task. Between the two checks, the write may have been removed, and
-       started again by another principal. Then `enter` must not return the client ID of the other
-       principal's task.
+       started again by another principal. In this case, `enter` must not return the client ID of
+       the other principal's task.
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        limit slightly.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest attempt of its
-        task. Otherwise an attempt that was paused could finish the write with outdated outcomes.
-        For example, a later attempt may have appended a row that was rejected in the paused
-        attempt.
+        task. Without this rule, an attempt that was paused could finish the write with outdated
+        outcomes. For example, a later attempt may have appended a row that was rejected in the
+        paused attempt.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -100,7 +100,7 @@ class WriteState:
 
     @property
     def is_done(self) -> bool:
-        """Whether the write is done, so that no task may append rows any more."""
+        """Whether the write is done. If it is done, no task may append rows any more."""
         return self.summary is not None
 
     def to_bytes(self) -> bytes:
@@ -269,7 +269,10 @@ class WriteRegistry:
             )
 
     async def _count_writes(self, principal: str) -> int:
-        """Return the number of a principal's writes; 0 if the total is below the limit."""
+        """Return the number of a principal's writes.
+
+        Return 0 if the writes of all principals together are below the limit.
+        """
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         if len(names) < WRITES_PER_PRINCIPAL_MAX:
@@ -299,13 +302,13 @@ class WriteRegistry:
                 )
 
     async def _fence_operations(self) -> list[Operation]:
-        """Return a write of the fence, for a begin or a removal (rule 7)."""
+        """Return the operation that writes the fence, to begin or remove a write (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
     async def _fence_check_operations(self) -> list[Operation]:
-        """Return a check of the fence, for other changes of existing nodes (rule 7)."""
+        """Return the check of the fence for other changes of existing nodes (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [CheckVersion(path, node.stat.version)]
@@ -346,7 +349,10 @@ class WriteRegistry:
         )
 
     async def _take_ownership(self, write: str) -> bool:
-        """Make the principal the owner of an unowned write (rule 8); False: try again."""
+        """Make the principal the owner of an unowned write (rule 8).
+
+        Return False if the caller must try again.
+        """
         if self._principal is None or self._principal in _UNOWNED_PRINCIPALS:
             return True
         path = self._path(write)
@@ -476,9 +482,9 @@ class WriteRegistry:
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
         """Remove a write; a task that still runs ends at its next mount (rule 5).
 
-        The write is removed only if it had expired at `expired_ms`, a time of ZooKeeper's clock:
-        another process may have removed it and started it again since. Returns whether the write
-        was removed.
+        The write is removed only if it had expired at `expired_ms`, a time of ZooKeeper's clock.
+        Reason: another process may have removed the write and started it again since. Returns
+        whether the write was removed.
         """
         failure_count = 0
         while failure_count < ATTEMPTS_MAX:
@@ -491,7 +497,10 @@ class WriteRegistry:
     async def _next_removal_operations(
         self, path: str, expired_ms: int | None
     ) -> list[Operation] | bool:
-        """Return the next operations; True: the write is already removed, False: it must stay."""
+        """Return the next operations of a removal.
+
+        Return True if the write is already removed, and False if it must stay.
+        """
         fence = await self._fence_operations()
         node = await self._znodes.get(path)
         if node is None:
@@ -539,8 +548,8 @@ class WriteRegistry:
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
-            # If this write fails, another driver has just written the node, and its time is as
-            # good.
+            # If this write fails, another driver has just written the node. The time of that write
+            # can be used as well.
             await self._try_write([SetNode(path, b"", node.stat.version)])
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms

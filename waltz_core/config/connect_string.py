@@ -12,9 +12,10 @@ string is reported in one sentence.
 Rules:
     1. Each host has a port; an IPv6 address is in brackets: [::1]:2181.
     2. The root is never "/": a cluster does not share ZooKeeper's own root.
-    3. A connect string contains no secret. It names files, which the process that connects reads.
-    4. The value of an option ends only at an "&" that is followed by the name of another option,
-       because a file name may contain "&".
+    3. A connect string contains no secret. It names files, and the connecting process reads these
+       files.
+    4. A file name may contain "&". So the value of an option ends only at an "&" before the name of
+       another option.
 """
 
 import re

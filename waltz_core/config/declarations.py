@@ -1,7 +1,8 @@
 """All settings of all processes: default, unit, bounds, and the cost of unsuitable values.
 
-This file is the complete list of settings: no other module declares one. A state machine gets only
-the values that it needs, never a config object. `settings.py` loads, checks and writes settings.
+This file is the complete list of settings: no other module declares settings. A state machine gets
+only the values that it needs, never a config object. `settings.py` loads, checks and writes
+settings.
 
 Rules:
     1. A name ends with its unit. A port 0 means "any free port", but an `http_port` 0 means "no
@@ -229,7 +230,7 @@ def _check_audit_log(audit_log: str, access: str) -> None:
 
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
-    """Raise BadConfig for an invalid host, or one at which other machines cannot connect."""
+    """Raise BadConfig for a host that is invalid, or to which other machines cannot connect."""
     # An IPv6 address may be in brackets.
     unbracketed_host = advertised_host.removeprefix("[").removesuffix("]")
     host_settings = {

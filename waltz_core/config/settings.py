@@ -1,13 +1,14 @@
 """Declares, loads, checks and writes the settings of a process.
 
-`declarations.py` contains the list of settings. This module depends on only one setting by name:
+`declarations.py` contains the list of settings. This module uses only one setting by its name:
 `connect`, which all kinds of processes have.
 
 Rules:
     1. A value comes from the first source that contains it: flag, environment, file, default.
     2. The environment variable for `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT`
-       applies to every kind of process, unless its configuration file sets `connect`. Otherwise a
-       value for commands in a shell could connect a daemon to another cluster.
+       applies to every kind of process, unless its configuration file sets `connect`. Without this
+       exception, a value that is set for commands in a shell could connect a daemon to another
+       cluster.
     3. An unknown name, in a file or in the environment, is an error. The error suggests the most
        similar valid name.
     4. An error about a value states the expected value, the found value, and the source.
@@ -155,7 +156,7 @@ def load_config(
 def _validated_config(
     config_type: type[ConfigT], values: Mapping[str, SettingValue], origins: Mapping[str, str]
 ) -> ConfigT:
-    """Create the settings; an error of `validate` gets the source of the setting that it names."""
+    """Create the settings; if `validate` rejects a setting, add its source to the error."""
     try:
         return config_type(**values)
     except BadConfig as error:
@@ -179,7 +180,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
 def _environment_variables(
     config_type: type[Config], environment: Mapping[str, str], file: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Return pairs of a variable and its setting that apply to this kind (rule 2)."""
+    """Return the environment variables of this kind, each with its setting (rule 2)."""
     prefix = f"WALTZ_{config_type.kind.upper()}_"
     has_connect = any(setting_field.name == "connect" for setting_field in fields(config_type))
     is_general = has_connect and "WALTZ_CONNECT" in environment and "connect" not in file

@@ -12,14 +12,15 @@ are big-endian.
 
 Rules (docs/decisions/064):
     1. A call encrypts one payload, or the payloads of a column. For each key ID, the call reads a
-       random salt from the operating system, and derives an AES-GCM key from the key and the salt.
-       The nonce is the row number. So no nonce repeats under one AES-GCM key, even after a fork.
+       random salt from the operating system. From the key and the salt, the call derives an AES-GCM
+       key. The nonce is the row number. So no nonce repeats under one AES-GCM key, even after a
+       fork.
     2. The associated data is magic, key ID, partition and application header. It does not contain
        the cluster key, because a restored cluster has another cluster key.
     3. A payload that cannot be decrypted is returned as null, with a reason. An error is raised
        only if the key provider does not answer.
-    4. A payload that does not begin with the magic was not encrypted. It is returned unchanged,
-       unless encryption is required.
+    4. A payload that does not begin with the magic was not encrypted. If encryption is not
+       required, such a payload is returned unchanged.
 """
 
 import os
@@ -78,7 +79,7 @@ class Encryption:
         keys: the cache through which the provider's keys are read.
         key_id: the key for calls of `encrypt` that name no key. If it is empty, these calls do not
             encrypt.
-        is_required: whether `decrypt` treats an unencrypted payload as one that cannot be
+        is_required: whether `decrypt` treats an unencrypted payload like a payload that cannot be
             decrypted.
 
     Raises:
@@ -321,6 +322,6 @@ def _key_id_of(encoded_key_id: bytes) -> str:
 
 
 def _head_size_bytes(data: bytes) -> int:
-    """Return the number of bytes before the row number in an envelope, which may be damaged."""
+    """Return the number of bytes before the row number; the envelope may be damaged."""
     id_bytes = data[len(MAGIC)] if len(data) > len(MAGIC) else 0
     return len(MAGIC) + 1 + id_bytes + SALT_BYTES

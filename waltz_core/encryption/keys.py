@@ -3,10 +3,10 @@
 Options and settings contain a reference to the keys, never a key.
 
 Rules (docs/decisions/064):
-    1. A key is used for at most `KEY_LIFETIME_S` after the provider has returned it. So a key that
-       the provider has destroyed is not used any more after this time.
-    2. For the same time, the cache also stores that a key is missing. It contains at most
-       `CACHED_KEYS_MAX` IDs, because the IDs come from the log, and writers choose them.
+    1. A key is used for at most `KEY_LIFETIME_S` after the provider has returned it. So after this
+       time, a key that the provider has destroyed is not used any more.
+    2. For `KEY_LIFETIME_S`, the cache also stores that a key is missing. The cache contains at most
+       `CACHED_KEYS_MAX` IDs, because the IDs come from the log, and writers choose these IDs.
     3. A key counts as missing only if the provider answers that it does not exist. If the provider
        does not answer, the call fails: a reader must not treat an outage as a destroyed key.
 """
@@ -30,7 +30,7 @@ KEY_BYTES: Final = 32
 KEY_LIFETIME_S: Final = 60.0
 CACHED_KEYS_MAX: Final = 10_000
 # The maximum number of cached AES-GCM keys for each key. Each batch that is read at the same time
-# needs one.
+# needs one AES-GCM key.
 _DERIVED_KEYS_MAX: Final = 16
 _HKDF_INFO: Final = b"waltz payload 1"
 

@@ -3,16 +3,17 @@
 Rules (decision 066):
     1. The gateway has no permissions of its own. For a request with a token, it uses connections
        with this token. For a request without a token, it uses connections without a token, so the
-       principal is `anonymous`. But if the gateway has a certificate, the principal would be that
-       of the certificate; therefore such a gateway rejects requests without a token.
+       principal is `anonymous`. But if the gateway has a certificate, such a connection would have
+       the principal of this certificate. Therefore a gateway with a certificate rejects requests
+       without a token.
     2. The gateway keeps tokens in memory only, and finds a caller by the hash of its token.
     3. Before the first request with a token, the gateway presents the token to a server, so that an
        invalid token is rejected at once. If a server rejects the token later, or if an error ends a
        stream of the caller's client, the gateway forgets the caller. The next request of this
        caller opens a new client.
-    4. The gateway closes a caller after `IDLE_S_MAX` without a request. It keeps at most
-       `CALLERS_MAX` callers; at this limit, it closes the caller that was idle for the longest
-       time.
+    4. The gateway closes the client of a caller after `IDLE_S_MAX` without a request. It keeps at
+       most `CALLERS_MAX` callers. At this limit, it closes the client of the caller that was idle
+       for the longest time.
 """
 
 import asyncio
@@ -105,8 +106,8 @@ class Callers:
         """Check the token of a caller whose request failed as unavailable (rule 3).
 
         Raises:
-            AuthenticationFailed: a server rejects the token. A client does not report this: it
-                waits until its token is valid again.
+            AuthenticationFailed: a server rejects the token. A client does not report this
+                rejection, but waits until its token is valid again.
         """
         if caller.token is None:
             return

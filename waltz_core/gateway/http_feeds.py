@@ -5,13 +5,13 @@ Rules:
     2. A slow reader must not use unlimited memory. At most one batch of events, of about
        `BATCH_BYTES_MAX`, waits for the reader. Then the feed pauses: the client requests no more
        data, and the server's buffer for this client is bounded. If a reader reads nothing for a
-       time, the HTTP port closes its connection (http_port.py, rule 5).
+       time, the HTTP port closes the connection of the reader (http_port.py, rule 5).
     3. After `HEARTBEAT_S` without a transaction, the gateway sends a heartbeat with the mark of the
        feed. With a filter, this mark also advances past transactions that do not match.
     4. The gateway checks the position and the permissions before the response begins, so that most
        errors determine the status of the response. A later error that ends the feed is the last
-       event. At each heartbeat, the gateway checks the token, because the client itself would not
-       report an invalid token: it waits until the token is valid again.
+       event. At each heartbeat, the gateway checks the token. The client itself would not report an
+       invalid token, but wait until the token is valid again.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ EncodeEvent = Callable[[int, dict[str, Any] | None], bytes]
 
 
 def feed_client_config(config: ClientConfig) -> ClientConfig:
-    """Return the settings for the client of a feed; it prefetches little, as there are many."""
+    """Return the settings of a feed's client; it prefetches little, as there are many feeds."""
     return replace(config, feed_prefetch_count_max=PREFETCH_COUNT_MAX)
 
 

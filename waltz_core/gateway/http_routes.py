@@ -148,7 +148,7 @@ class GatewayRoutes:
     def _endpoint(
         self, name: str, handler: HttpHandler
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that runs a handler, reports its errors as JSON, and counts it."""
+        """Return an endpoint that runs a handler, reports errors as JSON, and counts requests."""
 
         async def endpoint(request: Request) -> Response:
             start_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Appends with an idempotency key: each enters the log once, even if its request is repeated.
+"""Appends with an idempotency key: each enters the log once, even if a request is repeated.
 
 For each key, the registry of exactly-once writes contains a write with one task
 (`cluster/write_registry.py`, decisions 032 and 066). So the guarantee also holds across restarts of
@@ -6,26 +6,27 @@ the gateway, and across several gateways.
 
 Rules:
     1. Before the first append, the registry records the write and the marks of its partitions. Each
-       attempt claims the task of the write: the attempt gets the client ID of the task, and from
-       then on the servers reject appends of earlier attempts.
+       attempt claims the task of the write, and gets the client ID of the task. From then on, the
+       servers reject appends of earlier attempts.
     2. A transaction in the log must be traceable to its position in the request, even if two
        transactions are equal. So n transactions of a request in one partition get the sequence
-       numbers k * n + 1 to k * n + n. The number k increases each time that they are sent. Example:
-       with n = 3, the second transaction has sequence number 2, then 5, then 8.
+       numbers k * n + 1 to k * n + n. The number k increases each time that these transactions are
+       sent. Example: with n = 3, the second transaction has sequence number 2, then 5, then 8.
     3. A later attempt first mounts its partitions, so that all appends of earlier attempts are
-       final. It then finds its transactions in the log by the client ID, and sends only the missing
-       transactions.
+       final. The attempt then finds the transactions of the request in the log, by the client ID,
+       and sends only the missing ones.
     4. If a transaction is not in the log for a temporary reason, the attempt sends it again, before
        all later transactions.
     5. When the write is finished, the registry stores all outcomes, including rejections. Each
        repetition of the request gets these outcomes.
     6. The registry stores the hash of the request as the name of the run, so a key cannot be used
        for two different requests.
-    7. Only the latest attempt may finish the write. Otherwise an earlier attempt could store that a
-       lock has rejected a transaction, although a later attempt has appended this transaction.
+    7. Only the latest attempt may finish the write. Without this rule, an earlier attempt could
+       store that a lock has rejected a transaction, although a later attempt has appended this
+       transaction.
     8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
        `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because concurrent
-       changes of the registry conflict, and must then be repeated.
+       changes of the registry conflict, and changes that conflict must be repeated.
 """
 
 import asyncio
@@ -95,8 +96,8 @@ class IdempotentAppends:
 
         Raises:
             IdempotencyKeyReused: the key was used for another request.
-            WaltzError: the outcome is not known yet. If the request is sent again, it returns the
-                outcome.
+            WaltzError: the outcome is not known yet. If the application sends the request again, it
+                gets the outcome.
         """
         write, count = _WRITE_PREFIX + key, caller.client.partition_count
         rows = with_default_partition(rows, partition_of_hash(crc32(key.encode()), count))

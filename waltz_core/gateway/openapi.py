@@ -12,7 +12,7 @@ DOCUMENT_PATH: Final = "/v1/openapi.json"
 
 
 class HttpOperation(NamedTuple):
-    """One HTTP operation: its name in metrics, its method and path, and a one-line summary."""
+    """One HTTP operation: name in metrics, method, path, and a one-line summary."""
 
     name: str
     method: str

@@ -4,10 +4,10 @@ Rules:
     1. A body must have `Content-Type: application/json`. A browser sends this header to another
        origin only after a preflight request that the gateway would have to permit. The gateway
        permits none.
-    2. On loopback without TLS, `Host` must be an IP address or `localhost`. Otherwise a web page
-       could send requests to the gateway under the page's own host name (DNS rebinding). On other
-       addresses without TLS, the rule applies only to changes of the cluster by callers without a
-       token.
+    2. On loopback without TLS, `Host` must be an IP address or `localhost`. Without this rule, a
+       web page could send requests to the gateway under the page's own host name (DNS rebinding).
+       On other addresses without TLS, this rule applies only to changes of the cluster by callers
+       without a token.
     3. The gateway rejects compressed bodies, and requests with two idempotency keys.
 """
 

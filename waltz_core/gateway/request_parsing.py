@@ -2,12 +2,13 @@
 
 Rules:
     1. An unknown field or parameter is an error, because its name may be misspelled. Duplicate
-       fields and non-canonical Base64 are errors, because decoders treat them differently.
-    2. `mark` is required with write locks and read locks, because only the caller knows the mark of
-       the state from which it has computed the transaction.
+       fields and non-canonical Base64 are errors, because different decoders treat these inputs
+       differently.
+    2. A transaction with write locks or read locks requires `mark`. Only the caller knows the mark
+       of the state from which it has computed the transaction.
     3. The partition of a transaction is the partition that it names, or else the partition of its
-       first lock. A transaction with neither gets the default partition of the request, which is
-       the same in each retry with the same idempotency key.
+       first lock. A transaction with neither gets the default partition of the request. This
+       partition is the same in each retry with the same idempotency key.
     4. All bodies in memory together have at most `memory_bytes_max` bytes.
     5. A request has at most `LOCKS_MAX` locks, because the event loop hashes all of them in one
        step.

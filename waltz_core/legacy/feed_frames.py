@@ -1,8 +1,8 @@
 """Encodes a range of the feed as many FEED_DATA frames at once, for 0.13 clients.
 
 A 0.13 client gets one message for each transaction, so a client that catches up gets millions of
-messages. To encode them fast, this module builds the frames as rows of one array: each frame is 36
-bytes long. A test compares the layout with that of `messages.FeedData`:
+messages. To encode these messages fast, this module builds the frames as rows of one array: each
+frame is 36 bytes long. A test compares the layout with that of `messages.FeedData`:
 
     magic (1) | version (2) | length (4) | type (1) | request ID (16) | ID (8) | header (4)
 """

@@ -3,8 +3,8 @@
 Up to version 4, the client protocol (protocol L) has no messages for three events: the outcome of
 an append, a rejection, and the end of a mount. The adapter is between the server's partitions and a
 connection. It translates each answer into a message that a 0.13 client understands, or drops the
-answer. It never sends a message that is not true. docs/decisions/020 lists each state in which a
-client might wait forever, and how this state ends.
+answer. Each message that it sends is true. docs/decisions/020 lists each state in which a client
+might wait forever, and how this state ends.
 
 Rules:
     1. The adapter reports a failed append only when the failure is final: by LOCK_FAILURE, or by
@@ -13,13 +13,13 @@ Rules:
     2. The adapter reports the end of a mount as NOT_READY, with the request ID of the mount. The
        client then mounts again on the same connection, and flushes. The adapter sends this report
        once for each mount.
-    3. The adapter closes a connection in all cases in which a 0.13 server closes it. It also closes
-       a connection if it cannot report a high-water mark. The client then reconnects with the next
-       connection sequence, mounts, and requests the mark again.
+    3. The adapter closes a connection in all cases in which a 0.13 server closes it. The adapter
+       also closes a connection if it cannot report a high-water mark. The client then reconnects
+       with the next connection sequence, mounts, and requests the mark again.
     4. A request gets no answer if its mount is not the latest mount of the connection.
     5. After the report of rule 2, a client may continue to use the ended mount for at most
-       `MOUNT_WAIT_S`. A client that still uses it has not processed the report, so the adapter
-       closes the connection.
+       `MOUNT_WAIT_S`. A client that uses the ended mount after this time has not processed the
+       report, so the adapter closes the connection.
 """
 
 from dataclasses import dataclass
@@ -73,8 +73,8 @@ _MOUNT_ENDING_REASONS: Final = frozenset(
         RowOutcomeCode.NO_SPACE,
     )
 )
-# The errors of a mount or a feed after which 0.13 closes the connection, or that a 0.13 client
-# cannot use.
+# If a mount or a feed fails with one of these errors, 0.13 closes the connection, or a 0.13 client
+# cannot use the error.
 _CONNECTION_ENDING_CODES: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAheadOfLog, errors.ConnectionSuperseded)
 )
@@ -214,7 +214,7 @@ class LegacyClientAdapter:
                 return message
 
     def _on_append_ended(self, message: AppendResult) -> LegacyResponse | None:
-        """Report the outcome of an append, unless it is committed: the feed reports that."""
+        """Report the outcome of a failed append; the feed reports the committed appends."""
         req_id, reason = message.req_id, RowOutcomeCode(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is RowOutcomeCode.LOCK:
@@ -269,7 +269,8 @@ class LegacyClientAdapter:
             case MountRequest() | FeedRequest():
                 answer = self._on_mount_rejected(req_id, error)
             case AppendRequest():
-                # If the partition has moved, its feed is rejected as well, which ends the mount.
+                # If the partition has moved, its feed is rejected as well, and this rejection ends
+                # the mount.
                 if error.error_code == errors.ChecksumMismatch.code:
                     answer = EndConnection(error.message)
             case FlushRequest():

@@ -2,14 +2,14 @@
 
 Rules (4 to 6 and 8: `legacy_server_stream.py`):
     1. A row is COMMITTED if, and only if, its request ID was seen in the feed.
-    2. A row is LOST if a later row of this connection was seen in the feed: the server processes
-       appends in order of arrival, and assigns IDs in that order.
+    2. A row is LOST if the feed contains a later row of this connection, but not this row. Reason:
+       the server processes appends in order of arrival, and assigns IDs in that order.
     3. A row is LOCK if the server has rejected it because of a lock. The server's answer contains
        an estimate: the ID of the transaction that has written the lock, or a later ID. The stream
        gets this outcome when the feed has reached the estimate.
-    7. The number of rows in flight is limited to two batches: one that the storages write, and one
-       that the server collects meanwhile. If more than 300 requests are open, a 0.13 server stops
-       reading the connection, which other partitions share.
+    7. The number of rows in flight is limited to two batches: the storages write one batch, while
+       the server collects the next batch. Other partitions share the connection. If more than 300
+       requests are open, a 0.13 server stops reading it.
 """
 
 from collections import deque
@@ -97,7 +97,7 @@ class LegacyAppends:
         return ended
 
     def end_rows_up_to(self, number: int, reason: RowOutcomeCode) -> list[SubmissionRows]:
-        """End all rows up to the row that was sent as `number`: they are not in the log."""
+        """End all rows up to the row with `number`, because these rows are not in the log."""
         ended = []
         while self.in_flight:
             req_id, row = next(iter(self.in_flight.items()))

@@ -48,8 +48,8 @@ class LegacyServerLink:
     def __init__(self) -> None:
         self._partitions: dict[int, LegacyServerPartition] = {}
         self._connection_sequence: int | None = None
-        # The earliest wake-up time of all partitions, or an earlier time. Most partitions have
-        # none.
+        # The earliest wake-up time of all partitions, or an earlier time. Most partitions have no
+        # wake-up time.
         self._wake_at_ms: int | None = None
 
     @property

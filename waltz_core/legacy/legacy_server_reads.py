@@ -6,14 +6,14 @@ hash chain, because 0.13 does not store them.
 
 Rules:
     1. To read headers, a reader mounts the partition at a mark: a 0.13 server then feeds all
-       transactions after this mark. Each reader has its own connection, with a client ID that no
-       other connection uses and that writes nothing. While the reader pauses, unread messages of
-       the feed wait in the kernel's buffers.
+       transactions after this mark. Each reader has its own connection with its own client ID. No
+       other connection uses this client ID, and it writes nothing. While the reader pauses, unread
+       messages of the feed wait in the kernel's buffers.
     2. The data of a transaction is requested only if the feed has delivered its header, or if the
        caller knows that the transaction is committed. If a 0.13 server gets the request too early,
        it reports the transaction as missing, even later (docs/design/wire-format.md 2.6).
-    3. Several requests for data are in flight, so that round trips cost little. Their number is
-       limited, because they share a connection with other requests.
+    3. Several requests for data are in flight, so that round trips cost little. The number of these
+       requests is limited, because other requests use the same connection.
     4. A connection sequence is never used twice, because a 0.13 server drops messages with an old
        connection sequence.
 """
@@ -106,7 +106,7 @@ class LegacyServerReads:
         """Read a range that is known to be committed; only its IDs and data are valid.
 
         The records have no request IDs. If the query has a filter, the caller knows that the first
-        transaction passes it, and only this transaction is returned.
+        transaction passes the filter, and only the first transaction is returned.
         """
         last = min(query.last, query.first + WHOLE_COUNT_MAX - 1)
         if query.header_values:
@@ -253,7 +253,7 @@ class HeaderFeed:
     async def read(
         self, first: TransactionId, last: TransactionId, count_max: int
     ) -> list[RecordHeader]:
-        """Return headers from `first` up to at most `last`; none if the log ends before `first`.
+        """Return headers from `first` up to at most `last`; empty if the log ends before `first`.
 
         Raises NotOwned, Unreachable, RemoteProtocolError.
         """

@@ -4,8 +4,9 @@ A 0.13 server accepts one transaction per request, and feeds one transaction per
 client's stream instead sends submissions of many rows, and receives ranges of the feed.
 
 Rules:
-    1. Row i of a submission gets a request ID of its own: the sequence number of the submission's
-       request ID plus i. A current server assigns the same request IDs.
+    1. Row i of a submission gets its own request ID. The sequence number of this request ID is the
+       sequence number of the submission's request ID, plus i. A current server assigns the same
+       request IDs.
     2. The stream gets one answer for a submission, when the outcomes of all its rows are final.
 """
 

@@ -15,13 +15,13 @@ Rules (1 to 3 and 7: `legacy_server_appends.py`):
     5. All mounts of one connection have the connection sequence of the first mount, because the
        server stores this sequence as long as the connection exists. If the server does not answer a
        mount, it has dropped this mount, and would drop all later mounts of the connection.
-       Therefore the connection is closed.
+       Therefore this module closes the connection.
     6. A 0.13 server does not check that the high-water mark of a row exists in its log. So if the
        mark of a row is above all known transactions, this module first requests the server's mark.
        The row is sent if the server's mark has reached the row's mark, and is rejected otherwise.
     8. While rows are in flight, this module requests the feed continuously, because the feed shows
-       their outcomes. At other times, it requests only the part of the feed that the stream
-       requests.
+       their outcomes. At other times, this module requests only the part of the feed that the
+       stream requests.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,13 +52,15 @@ from waltz_core.wire.messages import (
 )
 
 VERSION_MAX: Final = 4  # the last version of the client protocol of 0.13
-# How long rows are in flight without an outcome before a flush, as in the 0.13 client.
+# If rows are in flight without an outcome for this time, a flush is sent. The time is that of the
+# 0.13 client.
 FLUSH_AFTER_MS: Final = 5_000
-# The interval at which the mark is requested. A server that does not own the partition does not
-# answer.
+# The interval at which the mark is requested. The interval is needed because a server that does not
+# own the partition does not answer.
 RETRY_MS: Final = 500
-# The limits for the stream, because a 0.13 server states none. Only few bytes may be in flight, so
-# that further appends wait in the client's outbox, from which they can be withdrawn (`outbox.py`).
+# The limits for the stream, because a 0.13 server states none. Only few bytes may be in flight.
+# Further appends wait in the client's outbox, because they can be withdrawn from there
+# (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
@@ -236,7 +238,7 @@ class LegacyServerPartition:
         return self._take_effects()
 
     def wake(self, now_ms: int) -> list[Effect]:
-        """Request the mark again, or a flush if a row was in flight for too long."""
+        """Request the mark again, if due; send a flush if a row was in flight for too long."""
         repeat_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
         if repeat_at_ms is not None and repeat_at_ms <= now_ms:
             self._request_mark(now_ms)

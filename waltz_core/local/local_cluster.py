@@ -8,10 +8,10 @@ Rules:
     2. The cluster stops only processes that it has started. It recognizes them by the process ID
        and the start time: both must be equal to the recorded values.
     3. Ports are chosen once for a directory and recorded in it. Until a daemon listens at its port,
-       this process keeps a socket bound to the port, so that no other cluster chooses it. If
-       another program uses a port at the next start, the cluster chooses a new port. Some ports
-       cannot be replaced, and cause an error instead: ports that a port base determines, and ports
-       that other processes have recorded, such as a storage's port.
+       this process keeps a socket bound to the port, so that no other cluster chooses this port. If
+       another program uses a port at the next start, the cluster chooses a new port. Two kinds of
+       ports cannot be replaced, and cause an error instead: ports that a port base determines, and
+       ports that other processes have recorded, such as a storage's port.
     4. The directory contains everything for another start, so nothing is lost if all processes are
        killed.
 """
@@ -56,8 +56,9 @@ DEFAULT_QUORUM_PORT = 2888
 DEFAULT_ELECTION_PORT = 3888
 DEFAULT_STORAGE_PORT = 15280
 DEFAULT_SERVER_PORT = 15180
-# The setting `archive_age_ms` of the storages, if the cluster has an archive. It is short, so that
-# users see archived transactions soon, but not so short that rare appends cause many objects.
+# The setting `archive_age_ms` of the storages, if the cluster has an archive. The setting is short,
+# so that users see archived transactions soon. With a shorter setting, rare appends would cause
+# many objects.
 ARCHIVE_AGE_MS = 60_000
 ARCHIVE_INTERVAL_MS = 1_000
 STOP_TIMEOUT_S = 10.0
@@ -346,7 +347,7 @@ class LocalCluster:
             self._await_exit(member, STOP_TIMEOUT_S)
 
     def down(self, *, keep_zookeeper: bool = False) -> list[str]:
-        """Stop the members, servers first and ZooKeeper last; return the names of those that ran.
+        """Stop the members, servers first and ZooKeeper last; return the names of stopped members.
 
         With `keep_zookeeper`, ZooKeeper continues to run, so that its znodes can be changed.
         """

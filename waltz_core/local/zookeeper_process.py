@@ -21,9 +21,11 @@ from waltz_core.errors import BadConfig
 from waltz_core.local import ports
 
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-# With one collector thread and without a second compiler, a start takes 0.85 s of CPU, not 1.4.
+# With one collector thread and without a second compiler, a start takes 0.85 s of CPU time. With
+# the defaults, it takes 1.4 s.
 JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-# A variable of ZooKeeper's own scripts. The user's flags in it come last, so they take precedence.
+# A variable of ZooKeeper's own scripts. The user's flags in this variable come last, so these flags
+# take precedence.
 JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
@@ -44,8 +46,8 @@ def zookeeper_config(
 ) -> str:
     """Return the text of a zoo.cfg for one node that listens at one address.
 
-    Without an ensemble, it is a standalone node. In an ensemble, `write_node_number` sets the
-    node's number. Raises BadConfig if Java cannot represent the directory's name.
+    Without an ensemble, the node is standalone. In an ensemble, `write_node_number` sets the node's
+    number. Raises BadConfig if Java cannot represent the directory's name.
     """
     text = (
         f"dataDir={_java_property_text(data_directory)}\n"
@@ -146,8 +148,8 @@ def zookeeper_command(config: Path) -> list[str]:
 def java_environment() -> dict[str, str]:
     """Return the environment variables for Java, with a locale that supports all file names.
 
-    Python encodes file names as UTF-8, even if the locale is C. Java would not find zoo.cfg in a
-    directory such as /tmp/ü in this locale.
+    Python encodes file names as UTF-8, even if the locale is C. In this locale, Java would not find
+    zoo.cfg in a directory such as /tmp/ü.
     """
     locale_encoding = locale.nl_langinfo(locale.CODESET)
     if sys.getfilesystemencoding() == "utf-8" and locale_encoding != "UTF-8":

@@ -90,7 +90,7 @@ def _check_assignment(
 def _check_server(
     server: ServerFacts, conditions: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
-    """Report a server that does not answer, serve its partitions or reach its storages."""
+    """Report a server that does not answer, serve its partitions or connect to its storages."""
     address, affected = (
         server.address,
         [condition for condition in conditions if condition.owner is server],

@@ -9,8 +9,8 @@ Rules:
     3. The loss of a quorum is always reported, whatever the cause, because it stops appends.
     4. Findings are in the order of the table in `findings.py`, then in the order of their objects.
     5. The doctor proposes to delete a partition's files only if the partition has an open session
-       in which all of its replicas are engaged. Otherwise the data in ZooKeeper may be wrong, and
-       the files of a replica that it does not list may be the only copy.
+       in which all of its replicas are engaged. Without such a session, the data in ZooKeeper may
+       be wrong, and the files of a replica that ZooKeeper does not list may be the only copy.
 """
 
 import shlex
@@ -52,20 +52,20 @@ NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
 # this number of transactions.
 LAG_TRANSACTIONS_MAX: Final = 100_000
 # A storage is slow if its append latency is at least `SLOW_APPEND_RATIO_MIN` times the median of
-# the other storages, measured in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
-# below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
+# the other storages. The measurement needs at least `SLOW_APPEND_SECONDS_MIN` seconds with appends.
+# Latencies below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
 SLOW_APPEND_RATIO_MIN: Final = 5
 SLOW_APPEND_MS_MIN: Final = 50
 SLOW_APPEND_SECONDS_MIN: Final = 10
 # If fewer days are left until the disk is full, there may be no time to add a storage or to
 # archive.
 FULL_SOON_DAYS_MAX: Final = 7
-# A single failure is not reported: it may be a throttled request, and the next attempt uses another
-# storage.
+# A single failure is not reported, because it may be a throttled request, and because the next
+# attempt uses another storage.
 ARCHIVE_FAILURES_MIN: Final = 2
 # A transaction is archived at the first attempt after `archive_age_ms`, when earlier ranges are
-# archived. So the limit for its age is twice this setting, plus the interval between attempts, plus
-# an hour for uploads.
+# archived. So the limit for the age of the transaction is twice this setting, plus the interval
+# between attempts, plus an hour for uploads.
 ARCHIVE_LAG_AGE_FACTOR: Final = 2
 ARCHIVE_UPLOAD_TIME_S: Final = 3_600
 FINDING_NAME_BY_REASON: Final = {
@@ -115,7 +115,7 @@ def _count_text(number: int, word: str) -> str:
 
 @dataclass(slots=True)
 class _Diagnosis:
-    """The findings so far, and those commands that do not depend on the state of the cluster."""
+    """Collects the findings, and creates commands that do not depend on the cluster's state."""
 
     facts: Facts
     findings: list[Finding] = field(default_factory=list)
@@ -147,7 +147,7 @@ class _Diagnosis:
         return shlex.quote(self.facts.connect)
 
     def member_at(self, address: str) -> MemberFacts | None:
-        """Return the process of the cluster on this machine at an address; None if unknown."""
+        """Return the process with this address in the cluster on this machine; None if unknown."""
         members = () if self.facts.local is None else self.facts.local.members
         return next((member for member in members if member.address == address), None)
 
@@ -167,7 +167,7 @@ class _Diagnosis:
         )
 
     def start_command_with_option(self, kind: str, option: str, *, archive: str) -> str:
-        """Return the command that starts a process with an option; locally, it starts all."""
+        """Return the command that starts a process with an option, or restarts a local cluster."""
         local = self.facts.local
         if local is None:
             return f"waltz-core {kind} run --config {_CONFIG_FILE_NAMES[kind]} {option}"
@@ -399,7 +399,7 @@ class _ClusterDiagnosis:
             self._check_disk_and_clock(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether a storage's process runs but has no open port yet, so it must not be stopped."""
+        """Whether a storage is starting (no port is open yet), so that it must not be stopped."""
         member = self._diagnosis.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.failure) and is_running and not storage.is_silent
@@ -445,7 +445,7 @@ class _ClusterDiagnosis:
     # --- the archive
 
     def _check_archive(self) -> None:
-        """Report problems of the archive or, if there are none, transactions that it lacks."""
+        """Report problems of the archive; without problems, transactions that the archive lacks."""
         storages = [
             each
             for each in self._cluster.storages.values()
@@ -491,7 +491,7 @@ class _ClusterDiagnosis:
     def _excessive_archive_lags_s(
         self, storages: Iterable[StorageFacts]
     ) -> dict[PartitionId, float]:
-        """Return the lags over the limit in seconds, by partition; none if no owner archives."""
+        """Return the lags over the limit, in seconds by partition; empty if no owner archives."""
         partitions = self._cluster.partitions
         interval_ms = max((each.archive_interval_ms for each in partitions.values()), default=0)
         if interval_ms == 0:
@@ -507,9 +507,9 @@ class _ClusterDiagnosis:
         """Report damage and failed writes of the archive; return whether a finding was added.
 
         All storages use the same object store. So the same damage at several storages is one
-        finding, and so are all failures to write. If everything is archived, the last failure of a
-        storage is not reported, because the storage tries again when there is something to archive.
-        If the archive lags, a single failure is sufficient for a finding.
+        finding, and all failures to write together are one finding. If everything is archived, the
+        last failure of a storage is not reported, because the storage tries again when there is
+        something to archive. If the archive lags, a single failure is sufficient for a finding.
         """
         damage: dict[str, list[ReplicaId]] = {}
         failed: dict[ReplicaId, ArchiveFacts] = {}
@@ -602,7 +602,7 @@ class _ClusterDiagnosis:
         return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
 
     def drain_command(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
-        """Return the command that moves replicas to the storage that can take the most."""
+        """Return the command that moves replicas to the storage that can take most of these."""
 
         def movable_partitions(name: ReplicaId) -> list[PartitionId]:
             return [
@@ -647,8 +647,8 @@ class _ClusterDiagnosis:
     def rebuild_command(self, replica_count: int | None) -> str:
         """Return the command that rebuilds the znodes; without a replica count, the user adds it.
 
-        The doctor does not guess this count: if it is too small, the command trusts too few
-        replicas.
+        The doctor does not guess this count. With a count that is too small, the command would
+        trust too few replicas.
         """
         cluster, connect = self._cluster, self._diagnosis.connect
         option_texts = [
@@ -737,8 +737,8 @@ class _PartitionDiagnosis:
     def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it was lost."""
         if rebuilding.is_undecided(self._condition.facts.metadata, self._condition.facts.marker):
-            # The assignment contains only the replicas that were chosen so far, not the former
-            # ones.
+            # The assignment contains only the replicas that the rebuilding has already chosen, not
+            # the former ones.
             self._add_finding(
                 "rebuilding-unfinished", rebuild=self._cluster_diagnosis.rebuild_command(None)
             )
@@ -798,8 +798,8 @@ class _PartitionDiagnosis:
         """Report a missing quorum; return whether the replicas permit an open session."""
         condition, count = self._condition, len(self._condition.assigned_replicas)
         if len(condition.answering_replicas) < condition.quorum_size:
-            # Do not propose to restart these processes: replicas that are offline, and logs that
-            # cannot be opened, have their own findings.
+            # Propose to restart only storages that do not answer. Replicas that are offline, and
+            # logs that cannot be opened, have their own findings.
             unavailable = [
                 storage.address
                 for storage in condition.assigned_storages

@@ -1,4 +1,4 @@
-"""The doctor's facts about a cluster, which are the only input of a diagnosis.
+"""The doctor's facts about a cluster. A diagnosis has no other input.
 
 The probes handle sockets and timeouts, so the diagnosis depends only on the facts. The facts also
 describe healthy processes, because the doctor prints a summary.
@@ -7,8 +7,8 @@ Rules:
     1. If a process has answered, `failure` is empty. Otherwise `failure` is the reason, and the
        other fields have their defaults.
     2. Flags distinguish the kinds of failures. `is_silent`: the process accepted a connection, but
-       did not answer. `is_denied`: the process rejects the token of the doctor, or its principal's
-       requests. `is_tls_mismatch`: the process runs, but the TLS handshake failed.
+       did not answer. `is_denied`: the process rejects the token of the doctor, or the requests of
+       the doctor's principal. `is_tls_mismatch`: the process runs, but the TLS handshake failed.
 """
 
 from collections.abc import Mapping
@@ -55,8 +55,9 @@ class ServerFacts:
     # field contains their errors.
     is_excluded_as_unreachable: bool = False
     connection_errors: tuple[str, ...] = ()
-    # For each storage, a pair: the number of seconds in the last minute in which it answered
-    # appends, and the median latency in microseconds (of the mean latencies of these seconds).
+    # For each storage, a pair. The first number counts the seconds of the last minute in which the
+    # storage answered appends. The second number is the median of the mean latencies of these
+    # seconds, in microseconds.
     append_latencies: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -151,10 +152,10 @@ class PartitionFacts:
     """One partition: its state in ZooKeeper, and its owner's answers to a client.
 
     `commit_stamp_ahead_ms` is the time by which the commit stamp of the last transaction is in the
-    future. `oldest_unarchived_age_s` is the age of the oldest transaction that is not archived, 0
-    if all are archived; None if it is unknown, or if the cluster archives nothing.
-    `unarchived_bytes` is the approximate size of these transactions, as the owner reports it.
-    `archive_interval_ms` is the owner's setting, 0 if it archives nothing or is unknown.
+    future. `oldest_unarchived_age_s` is the age of the oldest transaction that is not archived. It
+    is 0 if all transactions are archived, and None if it is unknown or if the cluster archives
+    nothing. `unarchived_bytes` is the approximate size of these transactions, as the owner reports
+    it. `archive_interval_ms` is the owner's setting, 0 if it archives nothing or is unknown.
     """
 
     metadata: PartitionMetadata | None = None
@@ -220,7 +221,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts; if `cluster` is None, one of the three fields before it is the reason."""
+    """All facts; if `cluster` is None, one of the three fields before `cluster` is the reason."""
 
     connect: str
     zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()

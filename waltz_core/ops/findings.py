@@ -1,4 +1,4 @@
-"""The table of all findings of the doctor, each with a sentence and a command that repairs it.
+"""The table of all findings of the doctor, each with a sentence and a repair command.
 
 Users search for the sentences, and scripts run the commands. Therefore one table contains all of
 them, and docs/doctor.md is generated from this table.

@@ -4,11 +4,11 @@ Rows stay in batches from the DataFrame to the disk and back. The conversions ru
 without Python code per row.
 
 Rules:
-    1. Invalid bytes from outside raise only BadRequest or TooLarge. The bytes are checked before
-       any allocation that is larger than the bytes themselves. They must have the exact schema,
-       without compression and dictionaries. Every offset and every data CRC is validated.
-    2. The sender computes the CRC of a row's data. This module verifies the CRC and copies it into
-       the record, so that one checksum protects the data from the DataFrame to the reader.
+    1. Invalid bytes from outside raise only BadRequest or TooLarge. Before any allocation that is
+       larger than the bytes, this module checks the bytes. They must have the exact schema, without
+       compression and dictionaries. Every offset and every data CRC is validated.
+    2. The sender computes the CRC of a row's data. This module verifies the CRC and copies the CRC
+       into the record. So one checksum protects the data from the DataFrame to the reader.
     3. Row i of a request has sequence number `first + i`, even if other rows are rejected.
     4. `encode_records` returns exactly the bytes of a segment file.
 """
@@ -90,11 +90,11 @@ class LockColumn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AppendRows:
-    """The checked rows of one append. They are views of the frame, and keep it in memory.
+    """The checked rows of one append, as views of the frame, which they keep in memory.
 
     `data` is an Arrow binary array. `lengths` and `crcs` are the length in bytes and the CRC-32 of
-    each row's data. `marks` has the client's high-water mark for each row. It is None if the mark
-    of the request applies to all rows.
+    each row's data. `marks` has the client's high-water mark for each row. `marks` is None if the
+    mark of the request applies to all rows.
     """
 
     headers: I32
@@ -260,7 +260,8 @@ def _cast_column(name: str, column: pa.Array) -> pa.Array:
             f"append batch, column {name}: expected {kind}, found {column.type} ({error})"
         ) from error
     if name in LOCK_COLUMNS:
-        # `values` may contain elements outside of the lists, but its null count is free.
+        # `values` may contain elements outside of the lists. Its null count costs nothing, so it is
+        # checked first.
         if cast.values.null_count and cast.flatten().null_count:
             raise BadRequest(
                 f"append batch, column {name}: expected locks without nulls, found a null"
@@ -309,7 +310,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
 
 
 def _short_message(error: BaseException) -> str:
-    """Return the first line of pyarrow's error, shortened: it may quote the whole input."""
+    """Return the first line of pyarrow's error, shortened, because it may quote the whole input."""
     return str(error).partition("\n")[0][:300]
 
 
@@ -342,7 +343,7 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
 
 
 def _is_compressed(metadata: memoryview) -> bool:
-    """Whether the buffers of a record batch message are compressed; expands none of them.
+    """Whether the buffers of a record batch message are compressed, without expanding a buffer.
 
     pyarrow does not report compression, and would allocate the size that the compressed buffers
     claim. Therefore this function follows two flatbuffer tables: slot 2 of Message (`header`), and
@@ -445,9 +446,9 @@ def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
 
 
 def _verify_data(rows: AppendRows) -> None:
-    # One CRC over all rows, compared with the combination of their CRCs, would take a third of the
-    # time. But a client could choose wrong CRCs that combine correctly, and the log would contain
-    # wrong records.
+    # The CRCs are checked row by row. One CRC over all rows, compared with the combination of the
+    # rows' CRCs, would take a third of the time. But a client could choose wrong CRCs that combine
+    # correctly, and the log would contain wrong records.
     wrong_rows = np.flatnonzero(checksum.crc32_of_each(rows.data.to_pylist()) != rows.crcs)
     if wrong_rows.size:
         raise BadRequest(
@@ -652,7 +653,7 @@ def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
     # Arrow stores microseconds, so not every int64 of milliseconds fits. A stamp that does not fit
-    # is clipped; no code depends on its value.
+    # is clipped, because no code depends on the value of such a stamp.
     stamp_ms_max = np.iinfo(np.int64).max // 1000
     stamps_us = raw_records.stamps_of(
         ids, [(first, last, 1000 * min(max(ms, 0), stamp_ms_max)) for first, last, ms in stamps]

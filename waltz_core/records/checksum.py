@@ -1,16 +1,16 @@
-"""CRC-32 of bytes and of many short rows, and of concatenated bytes from the CRCs of their parts.
+"""CRC-32 of bytes, of many short rows, and of concatenated parts whose CRCs are known.
 
-CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from the checksums of
-its header and its data. The checksum of a run of records can be computed from the CRCs in the
-records. So the bytes are read only once.
+CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from two checksums:
+that of its header, and that of its data. The checksum of a run of records can be computed from the
+CRCs in the records. So the bytes are read only once.
 
 Rules:
     1. The algorithm is CRC-32 IEEE 802.3, like zlib's; results are always unsigned. ISA-L computes
        it with processor instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python code per row; tables are built once and never changed.
-    4. A sender could choose wrong CRCs whose errors cancel out in the checksum of a run. Therefore
-       CRCs from an untrusted sender are checked row by row, not with `crc32_of_run`.
+    4. A sender could choose wrong CRCs so that their errors cancel out in the checksum of a run.
+       Therefore CRCs from an untrusted sender are checked row by row, not with `crc32_of_run`.
 """
 
 from collections.abc import Sequence
@@ -97,11 +97,12 @@ def crc32_of_run(crcs: U32, lengths: I64) -> int:
     """Return the CRC-32 of consecutive rows that each end with their own CRC, big-endian.
 
     Records on disk have this form. `crcs` are the CRCs in the rows, and `lengths` are the lengths
-    of the whole rows in bytes. The function does not read the bytes of the rows. A row that is
-    followed by d bytes adds `x**8d` times the CRC of the whole row to the result. The CRC of the
-    whole row is a linear function of the 32 bits of the CRC in the row, plus a constant. So the
-    function first adds the powers `x**8d` for each bit, over the rows whose CRC has this bit. Then
-    33 products are enough: one for each bit, and one for the constant.
+    of the whole rows in bytes. The function does not read the bytes of the rows. If d bytes follow
+    a row, the row adds the product of `x**8d` and the CRC of the whole row to the result. The CRC
+    of the whole row is a linear function of the 32 bits of the CRC in the row, plus a constant. So
+    for each of the 32 bits, the function first adds the powers `x**8d` of the rows whose CRC has
+    this bit. For the constant, it adds the powers of all rows. Then 33 products are enough: one for
+    each bit, and one for the constant.
     """
     assert crcs.shape == lengths.shape
     powers = _powers()
@@ -136,8 +137,8 @@ def _run_within(crcs: U32, powers: U32) -> int:
 def crc32_of_rows(rows: U8) -> U32:
     """Return the CRC-32 of each row of a (row count, row bytes) array.
 
-    Columns with the same byte in all rows cost nothing: the CRC of one model row covers them. In
-    record headers, most columns are of this kind.
+    Columns with the same byte in all rows cost nothing, because the CRC of one model row covers
+    these columns. In record headers, most columns are of this kind.
     """
     count, width = rows.shape
     if count == 0:
@@ -242,10 +243,11 @@ def _powers() -> U32:
 def _trailer_products() -> U32:
     """Return the products of 33 constant factors with each octet, for `_run_within`.
 
-    The CRC of bytes followed by their own CRC is a linear map of that CRC, plus a constant. The
-    first 32 factors are the images of the 32 bits under this map. The last factor is the constant,
-    which applies to the sum of all powers. Each factor has four tables of 256 products, one for
-    each octet of the sum with which `_run_within` multiplies the factor.
+    If bytes are followed by their own CRC, the CRC over both is a linear map of the first CRC, plus
+    a constant. The first 32 factors are the images of the 32 bits under this map. The last factor
+    is the constant. `_run_within` multiplies each factor with a sum of powers; the sum for the
+    constant contains all powers. Each factor has four tables of 256 products, one for each octet of
+    its sum.
     """
     units = np.zeros(33, dtype=np.uint32)
     units[:32] = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -264,7 +266,7 @@ def _trailer_products() -> U32:
 
 @lru_cache(maxsize=16)
 def _row_tables(width: int) -> U32:
-    """Return an array [column, value]: what a byte adds to the CRC of a row of `width` bytes."""
+    """Return an array [column, value] with the share of a byte in the CRC of a row."""
     tables = np.empty((width, 256), dtype=np.uint32)
     image = _byte_table()
     for column in range(width - 1, -1, -1):

@@ -10,17 +10,18 @@ from its end, where the newest blocks are.
 
 Rules:
     1. A block contains the write and append locks of all transactions first..last. For each lock,
-       it contains the distance from the transaction that wrote the lock to `last`. A block with
-       more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then `last` is
-       used as the writer of each lock, although the real writer may have a lower ID.
-    2. `chain` is the hash chain of the log after `last` (replication/window.py), which covers the
+       the block contains the distance from the transaction that wrote the lock to `last`. A block
+       with more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then
+       `last` is used as the writer of each lock, although the real writer may have a lower ID.
+    2. `chain` is the hash chain of the log after `last` (replication/window.py). It covers the
        whole log up to `last`. If this field equals the known chain of a log at `last`, the block
        belongs to this log. Then the field `chain before` is the log's chain before `first`.
     3. Blocks are validated from a known end of the log downwards, because each valid block contains
-       the chain that its predecessor must have. A block that ends higher than expected is skipped:
-       its batch was lost, or the block is a duplicate. A block that ends lower shows that a block
-       is missing.
-    4. If a reader finds bytes that are not a block, or a gap, it does not use any older blocks.
+       the chain that its predecessor must have. A block that ends above the expected ID is skipped:
+       its batch was lost, or the block is a duplicate. A block that ends below the expected ID
+       shows that a block is missing.
+    4. If a reader finds a gap, or bytes that are not a block, the reader does not use any older
+       blocks.
 """
 
 from typing import Final, NamedTuple
@@ -103,7 +104,7 @@ class LockBlockReader:
         self.is_exhausted = False  # no further block can be valid
 
     def block_ending_at(self, end: LogEnd, steps_max: int) -> LockBlock | None:
-        """Search `steps_max` further blocks for the one that ends at `end`; None if not found."""
+        """Search `steps_max` further blocks for the block that ends at `end`; None if not found."""
         for _ in range(steps_max):
             block = self._take_last_block()
             if block is None or block.end.last < end.last:
@@ -114,7 +115,7 @@ class LockBlockReader:
         return None
 
     def _take_last_block(self) -> LockBlock | None:
-        """Remove and return the last remaining block of any log; None if it is invalid."""
+        """Remove and return the last block, whichever log it belongs to; None if it is invalid."""
         start = self._end - TRAILER_BYTES
         if start < 0:
             return None

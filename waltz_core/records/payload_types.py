@@ -1,4 +1,4 @@
-"""Maps each Arrow type to the type of the values that a msgpack or JSON payload stores for it.
+"""Maps the Arrow type of a column to the type of its values in a msgpack or JSON payload.
 
 `unpacking.py` reads payloads. `waltz_spark/rows.py` writes them, and contains the table of types.
 """

@@ -145,7 +145,7 @@ def offsets_of(lengths: I64) -> I64:
 
 
 def lengths_between(offsets: I64) -> I64:
-    """Return the distance from each offset to the next; the last offset has none."""
+    """Return the distance from each offset to the next; the last offset has no distance."""
     return offsets[1:] - offsets[:-1]  # For a few offsets, `np.diff` is many times slower.
 
 
@@ -230,7 +230,7 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
     if not stamps:
         return np.zeros(ids.size, dtype=np.int64)
     first_ids, last_ids, stamps_ms = np.array(stamps, dtype=np.int64).T
-    # Search the position of each stamp, not of each ID: there are many more IDs.
+    # Search the position of each stamp, not of each ID, because there are many more IDs.
     starts = np.maximum.accumulate(ids.searchsorted(first_ids))
     ends = np.minimum(ids.searchsorted(last_ids, side="right"), np.append(starts[1:], ids.size))
     bounds = np.zeros(2 * starts.size + 2, dtype=np.int64)
@@ -274,7 +274,7 @@ def verified_crcs(
 
 
 def _verified_crcs_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
-    """Do the same as `verified_crcs` for a few records, for which arrays would be slower."""
+    """Do the same as `verified_crcs` for few records, because arrays would be slower for them."""
     assert len(records) == sum(lengths)
     crcs: list[memoryview] = []
     start = 0
@@ -295,7 +295,7 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     """Return the index of the first record with a wrong CRC or length; None if all are right.
 
     The function computes one CRC over the whole run, and compares it with the CRC that follows from
-    the CRCs in the records. Only if the two differ, it checks each record separately.
+    the CRCs in the records. If the two CRCs differ, the function checks each record separately.
     """
     assert len(records) == total_bytes(lengths)
     if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
@@ -371,9 +371,9 @@ def encode_prefixes(
 ) -> U8:
     """Return the 36 bytes before each record's data, as a (record count, 36) array.
 
-    `req_id` is the request ID of row 0. `rows` has the row number of each record in the request: a
-    row keeps its sequence number if rows before it are rejected. `lengths` are the lengths of the
-    data in bytes.
+    `req_id` is the request ID of row 0. `rows` has the row number of each record in the request,
+    because a row keeps its sequence number if earlier rows are rejected. `lengths` are the lengths
+    of the data in bytes.
     """
     assert ids.shape == rows.shape == headers.shape == lengths.shape == data_crcs.shape
     prefix_rows = np.empty(ids.size, dtype=PREFIX_DTYPE)
@@ -407,8 +407,8 @@ def _trailers(records: Buffer, lengths: I64) -> npt.NDArray[np.generic]:
 def _gather(records: Buffer, byte_offsets: I64, kind: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]
     """Return the values of one dtype at given byte offsets of a buffer, with a single fancy index.
 
-    The function views the buffer as overlapping values, one starting at each byte. It copies
-    structures as opaque bytes, because NumPy would copy them field by field.
+    The function views the buffer as overlapping values, one starting at each byte. The function
+    copies structures as opaque bytes, because NumPy would copy structures field by field.
     """
     if byte_offsets.size == 0:
         return np.empty(0, dtype=kind)

@@ -26,8 +26,8 @@ Chain = NewType("Chain", bytes)
 
 BEFORE_FIRST = TransactionId(-1)
 NO_SESSION = SessionId(-1)
-# The session of a batch entry that a storage creates for unreadable entries. Such an entry must not
-# be copied to other replicas.
+# If the entries of batches are unreadable, a storage creates a new entry with this session. Such a
+# new entry must not be copied to other replicas.
 RECONSTRUCTED = SessionId(-2)
 CHAIN_BYTES = 16
 GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))

@@ -1,9 +1,9 @@
 """Strict JSON: reads and writes only finite numbers, and text without unpaired surrogates.
 
 The client's serializer and Spark's payloads use this module, because Python's `json` accepts too
-much. It writes and reads `NaN` and `Infinity`, which other readers reject. It reads numbers such as
-`1e999` as infinity. It reads `"\\ud800"`, an unpaired surrogate, as a text, although UTF-8 cannot
-represent this text.
+much. Python's `json` writes and reads `NaN` and `Infinity`, which other readers reject. It reads
+numbers such as `1e999` as infinity. It also reads the unpaired surrogate `"\\ud800"` as a text,
+although UTF-8 cannot represent this text.
 
 Rules:
     1. The output is UTF-8 without unnecessary whitespace.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Final, NoReturn
 
-# In a larger text, the search for a position takes too long: the text may come from a peer.
+# A peer may send a larger text, in which the search for a position would take too long.
 _LOCATED_CHARACTERS_MAX: Final = 256 * 1024
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
@@ -34,8 +34,8 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     """Encode a value as JSON in UTF-8.
 
     Raises:
-        ValueError: a number is not finite, or a text has half a character; the error states the
-            value and its position. Or the value contains itself, or is nested too deeply.
+        ValueError: a number is not finite, or a text has an unpaired surrogate; the error states
+            this value and its position. Or `value` contains itself, or is nested too deeply.
         TypeError: JSON does not have the type of a value.
     """
     try:
@@ -62,7 +62,7 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
 
     Raises:
         ValueError: the bytes are not JSON, or are nested too deeply. The error states the position
-            of `NaN`, infinities, numbers that are too large, and texts with half a character.
+            of `NaN`, infinities, numbers that are too large, and texts with an unpaired surrogate.
     """
     text = data.decode(json.detect_encoding(data))
     try:
@@ -89,9 +89,9 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
 
 
 def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
-    """Return the decoded value of a text; raises ValueError if a string has half a character."""
+    """Return the decoded value of a text; raises ValueError for an unpaired surrogate."""
     if _ESCAPED_SURROGATE.search(text):
-        # NB: `_find_wrong_part` would take seconds for a MiB, which a peer can send. The encoder is
+        # NB: a peer can send a MiB, for which `_find_wrong_part` would take seconds. The encoder is
         # fast, because it is written in C.
         try:
             _ANY_ENCODER.encode(value).encode()
@@ -123,7 +123,8 @@ def _decode_text(text: str) -> Any:  # noqa: ANN401
     except ValueError as error:
         if len(text) > _LOCATED_CHARACTERS_MAX:  # rule 4
             raise ValueError(f"found {error}; {NOT_FINITE_TEXT}") from error
-        # Decode the text a second time and keep these words, to find their position.
+        # Decode the text a second time, but keep `NaN`, infinities and too large numbers as texts,
+        # to find their positions.
         wrong_part = _find_wrong_part(
             _LENIENT_DECODER.decode(text), lambda part: type(part) is _NonFinite
         )

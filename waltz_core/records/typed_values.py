@@ -4,8 +4,8 @@ In msgpack and JSON, these values are numbers and texts. In Avro and Protobuf, e
 declared type, so a column accepts only values of its own type.
 
 Rules:
-    1. A timestamp with a time zone fits only a column with a time zone. A timestamp without one
-       fits only a column without one.
+    1. A timestamp with a time zone fits only a column with a time zone. A timestamp without a time
+       zone fits only a column without a time zone.
     2. A column of texts also accepts UUIDs.
 """
 
@@ -30,11 +30,11 @@ CheckTypes = Callable[..., list[Any]]
 def typed_builder(
     kind: pa.DataType, check_types: CheckTypes
 ) -> Callable[[list[Any]], pa.Array] | None:
-    """Return the function that builds an array of a type; None if no special one is needed.
+    """Return the function that builds an array of a type; None if no special function is needed.
 
     Args:
         kind: the type of the column.
-        check_types: returns its values unchanged, or raises TypeError if a value has none of the
+        check_types: returns the given values unchanged; raises TypeError if a value has none of the
             wanted types.
     """
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):

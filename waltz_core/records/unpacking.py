@@ -10,10 +10,10 @@ Rules:
     2. The error for a payload that does not fit the schema states the partition, transaction and
        column.
     3. A nested array is built from its children, and each child is cast separately. A cast of the
-       whole array would also cast the values that Arrow stores at the positions of nulls; these
-       values may not fit the type.
-    4. A key of a payload must be equal to the name of its column. In Spark, it may also differ in
-       case, unless `spark.sql.caseSensitive` is on.
+       whole array would also cast the values that Arrow stores at the positions of nulls. Such a
+       value may not fit the type.
+    4. A key of a payload must be equal to the name of its column. In Spark, the key may also differ
+       in case, unless `spark.sql.caseSensitive` is on.
     5. A field that is not nullable never contains a null, because Spark plans queries accordingly.
        A null or absent value does not fit such a field.
 """
@@ -116,7 +116,8 @@ class Unpacker:
         """Decode payloads; return the wanted columns, and a mask of the complete rows.
 
         If a value does not fit, only its column is null; if a payload is not a map, all columns are
-        null. A row with a null in a column that is not nullable is not complete (rule 5).
+        null. A row is complete if its payload is a map, all values fit, no required column is
+        absent, and no null is in a column that is not nullable (rule 5).
         """
         rows, is_complete = self._decode_each_map(data)
         for index, _ in self._missing_values(rows):
@@ -154,7 +155,7 @@ class Unpacker:
     def _decode_each_map(
         self, data: pa.Array
     ) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
-        """Decode payloads; return empty maps in indexes of non-maps, and a mask of the maps."""
+        """Decode payloads; return an empty map for each non-map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
             return self.decode_maps(data, _no_location), is_map
@@ -169,7 +170,7 @@ class Unpacker:
         return rows, is_map
 
     def _mismatched_rows(self, values: list[Any], column_index: int, start: int) -> Iterator[int]:
-        """Find by bisection the rows whose values do not fit a column; yield their indexes."""
+        """Yield the indexes of the rows whose values do not fit a column, found by bisection."""
         try:
             self._array_builders[column_index](values)
         except _MISMATCHES:
@@ -341,7 +342,7 @@ def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
 
 
 def _check_types(values: list[Any], *types: type) -> list[Any]:
-    """Return the values; raises TypeError for one that is neither None nor of a wanted type."""
+    """Return the values; raises TypeError if a value is neither None nor of a wanted type."""
     if not set(map(type, values)) <= {NoneType, *types}:
         value = next(each for each in values if each is not None and type(each) not in types)
         names = " or ".join(_NAMES.get(each, each.__name__) for each in types)

@@ -3,8 +3,8 @@
 Rules:
     1. A payload is decoded with its writer's schema. It must end where its value ends.
     2. fastavro receives only checked schemas (`avro_schemas.py`) and converted values
-       (`avro_values.py`), because it does not check values and would choose the type of a union
-       itself.
+       (`avro_values.py`). Reason: fastavro does not check values, and would choose the type of a
+       union itself.
 """
 
 import io

@@ -5,10 +5,11 @@ recursion. So a schema is checked before it is used.
 
 Rules:
     1. A schema has at most `DEPTH_MAX` nested levels, including references to named types. A type
-       that contains itself is rejected, because a payload could nest it until the process crashes.
-    2. An element of an array or a map takes at least one byte, and contains at most
-       `VALUES_PER_BYTE` values for each of its bytes, not counting nested arrays and maps.
-       Otherwise a payload of a few bytes could contain a count for billions of values.
+       that contains itself is rejected, because a payload could nest this type until the process
+       crashes.
+    2. An element of an array or a map takes at least one byte. It contains at most
+       `VALUES_PER_BYTE` values for each of its bytes, not counting nested arrays and maps. Without
+       this rule, a payload of a few bytes could contain a count for billions of values.
     3. Logical types are renamed, so that `avro_values.py` converts them instead of fastavro. Some
        conversions of fastavro lose information, or take a time that is quadratic in the size of
        the payload. Unknown logical types are ignored, as the specification demands.
@@ -176,7 +177,7 @@ class AvroSchemaCheck:
     def _check_elements(
         self, schema: object, namespace: str, depth: int, *, key_bytes: int
     ) -> tuple[Any, _Size]:
-        """Check the type of elements; return it, and the size of their array or map."""
+        """Check the type of the elements; return this type, and the size of the array or map."""
         checked, size = self._check_type(schema, namespace, depth - 1)
         if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
             raise BadFormat(
@@ -244,7 +245,7 @@ class AvroSchemaCheck:
 
 
 def branch_name(schema: str | dict[str, Any]) -> str:
-    """Return the name of a type inside a union, which must be unique there."""
+    """Return the name of a type inside a union; the name must be unique in this union."""
     if isinstance(schema, str):
         return schema
     name: str = schema.get("name", schema["type"])

@@ -88,7 +88,8 @@ def _read_decimal(data: bytes, schema: Mapping[str, Any], *_: object) -> Decimal
 
 _UNIT_NANOS: Final = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
-# Keys are base types and renamed logical types. fastavro passes a value, its schema and more.
+# Each key is a base type and a renamed logical type. fastavro calls a reader with a value, the
+# schema of this value, and further arguments.
 LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
     f"int-{RENAMED_PREFIX}date": _read_date,
     f"int-{RENAMED_PREFIX}time-millis": _time_reader(1_000),
@@ -196,7 +197,7 @@ class AvroConverter:
         branches.sort(key=lambda branch: branch[0] == "float")  # rule 2
         has_null = "null" in schema
 
-        # For a union, fastavro expects the name of the chosen type together with the value.
+        # For a union, fastavro expects a pair: the name of the chosen type, and the value.
         def convert(value: Any) -> tuple[str, Any]:  # noqa: ANN401
             if value is None and has_null:
                 return "null", None

@@ -7,11 +7,11 @@
 Rules:
     1. A schema is requested once per process, because the schema of an ID never changes. An ID that
        does not exist is requested again after `MISSING_SCHEMA_RETRY_S`. The cache has at most
-       `SCHEMAS_MAX` IDs, because payloads contain the IDs, and a writer chooses them.
-    2. A serializer contains only references, so that it can be sent to another process: URLs, the
+       `SCHEMAS_MAX` IDs, because the IDs come from payloads, and writers choose these IDs.
+    2. A serializer can be sent to another process, because it contains only references: URLs, the
        name of a file with credentials, subject and schema. Each process has its own cache.
-    3. An outage of the schema registry raises `Unavailable`. It is never reported as a payload that
-       is damaged or does not fit.
+    3. An outage of the schema registry raises `Unavailable`. An outage is never reported as a
+       payload that is damaged or does not fit.
 """
 
 import json

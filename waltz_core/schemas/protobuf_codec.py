@@ -1,15 +1,16 @@
 """Encodes and decodes Protobuf with one schema; the only file that imports google.protobuf.
 
 Rules:
-    1. A schema is a serialized descriptor of a file, which the registry compiles from the source.
-       Each codec has its own descriptor pool, because two schemas may have types with the same
-       name.
+    1. A schema is a serialized descriptor of a file. The registry compiles this descriptor from the
+       source. Each codec has its own descriptor pool, because two schemas may have types with the
+       same name.
     2. A payload names the message type by its path in the file (`schema_prefix.py`).
     3. The parser limits the depth of messages to 100, and memory to the size of the payload.
        `protobuf_values.py` limits the number of fields.
     4. The registry does not store the files that each compiler contains: the well-known types, and
-       some files of google.type and Confluent. `_BUILT_IN_FILES` contains these files. Confluent's
-       meta.proto is empty there, because it declares only options, and no code here reads them.
+       some files of google.type and Confluent. `_BUILT_IN_FILES` contains these files. In
+       `_BUILT_IN_FILES`, Confluent's meta.proto is empty, because this file declares only options,
+       and no code here reads options.
 """
 
 import base64

@@ -17,8 +17,8 @@ Rules:
        it. A field without presence has its default, because Protobuf does not store whether it was
        set.
     2. A value is written only if it has the type of its field and nothing is lost
-       (`strict_values.py`). A null is an absent field; it is an error if the message cannot express
-       that the field is absent. A key that is not a field is an error.
+       (`strict_values.py`). A null is an absent field. If the message cannot express that the field
+       is absent, the null is an error. A key that is not a field is an error.
     3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload; `VALUES_MIN`
        fields are always permitted. Without this limit, a small payload could produce a huge value,
        because fields of a nested message may take no bytes.

@@ -19,7 +19,7 @@ class NamedSchema(NamedTuple):
 
 
 class RegisteredSchema(NamedTuple):
-    """A schema with its ID, and the schemas to which it refers, each before those that use it.
+    """A schema with its ID, and its references: each before the schemas that refer to it.
 
     `text` is JSON for Avro, and base64 of a serialized FileDescriptorProto for Protobuf.
     """

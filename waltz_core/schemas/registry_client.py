@@ -12,7 +12,7 @@ Rules:
          schema.
     2. All requests for one schema share one time limit, including the requests for the schemas to
        which it refers. Each address of the registry gets an equal share of the remaining time. If
-       it does not answer within its share, the next address is used.
+       an address does not answer within its share, the next address is used.
     3. A schema refers to at most `REFERENCES_MAX` other schemas, directly or indirectly.
 """
 
@@ -42,8 +42,8 @@ class SchemaRegistry:
     """A client for a schema registry.
 
     Args:
-        urls: the URL of the registry, or several URLs with commas. The first one that answers is
-            used.
+        urls: the URL of the registry, or several URLs with commas. The client uses the first URL
+            that answers.
         auth_file: a file with `user:password` for basic authentication.
         timeout_s: the time limit of rule 2, in seconds.
 
@@ -77,7 +77,7 @@ class SchemaRegistry:
     def subject_schema(
         self, subject: str, version: int | None, kind: SchemaType
     ) -> RegisteredSchema:
-        """Request a version of a subject's schema; None: the latest version.
+        """Request a version of a subject's schema; if None, the latest version.
 
         Raises:
             BadFormat: the schema is of another kind.
@@ -187,7 +187,7 @@ class _SchemaLookup:
         schemas_by_version: dict[tuple[str, int], NamedSchema | None],
         location: str,
     ) -> None:
-        """Add the schemas to which a schema refers, each after the schemas that it needs itself."""
+        """Add the references of a schema, each after its own references."""
         for name, subject, version in _parse_references(reply, location):
             key = (subject, version)
             if key in schemas_by_version:

@@ -11,7 +11,7 @@ from waltz_core.tables.inferred_columns import LEVELS_MAX
 from waltz_core.tables.row_changes import DELETED
 
 _RESERVED_NAMES = {"_partition", "_transaction_id", DELETED}
-# Spark cannot write a column whose name contains a space or one of ,;{}()= . deltalake cannot find
+# Spark cannot write a column if the name contains a space or one of ,;{}()= . deltalake cannot find
 # a column with a control character, and reserves the prefix __delta_rs_ for its own columns.
 _FORBIDDEN_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
 _DELTA_TYPES = (

@@ -1,12 +1,12 @@
 """Finds a follower's commits in the history of a Delta table, written by deltalake or Spark.
 
 Rules:
-    1. A maintenance commit belongs to no follower, even if it contains a follower's marks: a commit
-       of Spark's auto compaction inherits the metadata of the session.
+    1. A maintenance commit belongs to no follower, even if it contains a follower's marks. Reason:
+       a commit of Spark's auto compaction inherits the metadata of the session.
     2. Spark's `MERGE` succeeds even if a `RESTORE`, or a commit of a follower with another name,
-       came after the marks were read. The follower detects such a commit only when it reads the
-       table again, and may be killed earlier. So the next process also searches the commits between
-       the two newest commits of the follower.
+       came after the marks were read. The follower detects such a commit only when the follower
+       reads the table again. It may be killed before this read. So the next process also searches
+       the commits between the two newest commits of the follower.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def find_newest_commit(
         is_complete: whether the history of the table has no older commits.
 
     Returns:
-        None if `commits` contains no commit of the follower, or if older commits must be read, too.
+        None if `commits` contains no commit of the follower, or if older commits must also be read.
     """
     other_commits = [commit.as_other_commit() for commit in commits]
     own_indexes = [

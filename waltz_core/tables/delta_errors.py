@@ -1,4 +1,4 @@
-"""Classifies errors of the library deltalake by their text, because it has few error classes.
+"""Classifies errors of deltalake by their text, because this library has few error classes.
 
 Rules:
     1. `Unavailable` and `Superseded` are temporary: errors of the network, of an overloaded or
@@ -15,8 +15,8 @@ from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unav
 
 LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unavailable
 
-# The beginning of an error that the SQL of the merge raises, and a pattern that finds it in the
-# library's text.
+# The beginning of an error that the SQL of the merge raises, and a pattern that finds this error in
+# the library's text.
 TWO_PARTITIONS_PREFIX: Final = "key in two partitions: "
 _TWO_PARTITIONS_TEXT = re.compile(rf"{TWO_PARTITIONS_PREFIX}(\(.*\) in partition .*)\.'", re.DOTALL)
 _COLOR_CODES = re.compile(r"\x1b\[\d+m")
@@ -36,7 +36,7 @@ PERMISSION_HINT = "Hint: the user of this process needs write permission in the 
 
 
 class _KnownError(NamedTuple):
-    """The meaning of an error text: class, cause (None: the library's text), and hint."""
+    """The meaning of an error text: class, cause (by default, the library's text), and hint."""
 
     text: re.Pattern[str]
     kind: type[LibraryError]

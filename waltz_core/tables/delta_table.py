@@ -1,17 +1,17 @@
 """A Delta table of a follower, written with deltalake: the only file that imports this library.
 
-Each commit contains the marks as `userMetadata` of its `commitInfo`, like commits of delta-spark,
-and the identifier of the follower as `txn`.
+Like commits of delta-spark, each commit contains the marks as `userMetadata` of its `commitInfo`.
+It also contains the identifier of the follower as `txn`.
 
 Rules:
     1. If `marks` has read version v, the commit must become version v + 1. The library's retry on a
        newer version is disabled.
-    2. A table has the declared columns and two position columns, `_partition` and
-       `_transaction_id`, which name the transaction of the row's last change.
+    2. A table has the declared columns and two position columns. In each row, the position columns
+       `_partition` and `_transaction_id` name the transaction of the row's last change.
     3. If a key has changes in two partitions, the merge fails. (`last_changes` detects this error
        only within one batch.)
-    4. Inferred columns are committed with the batch that contains their first value, even if this
-       batch has no other effect. So the columns do not depend on the sizes of batches.
+    4. The batch that contains the first value of an inferred column commits this column, even if
+       the batch has no other effect. So the columns do not depend on the sizes of batches.
     5. The follower rejects types that Delta does not support, because the library would convert
        them. It also rejects schemas that the library can commit but not read again.
     6. Delta stores the value of a partition column as a text. The follower rejects types and values
@@ -19,8 +19,8 @@ Rules:
     7. A table is created together with its first changes, so that a failed first batch leaves no
        empty table.
     8. If a merge added fields to a struct, the library would write null for the whole struct in
-       unchanged rows. So a separate commit adds the fields before the merge; its marks are the
-       current marks of the table.
+       unchanged rows. So a separate commit adds the fields before the merge. The marks of this
+       commit are the current marks of the table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,8 +130,8 @@ class FollowedDeltaTable:
         Returns None if there is no table.
 
         Raises:
-            BadConfig: a column of the table has another type than the declared one, or is not
-                declared, or a partition column has a type that the library changes.
+            BadConfig: a column of the table is not declared, or has another type than the declared
+                one. Or a partition column has a type that the library changes.
             BadFormat: the table was removed.
             The errors of `library_error`: the library reports an error.
         """
@@ -153,8 +153,8 @@ class FollowedDeltaTable:
                 self._table.update_incremental()
                 if not self._table.history(1):  # an update would find nothing new there
                     raise BadFormat(TABLE_REMOVED_TEXT)
-            # NB: if newer commits exist, the history lists them, but with wrong version numbers.
-            # So the state is read again until no newer version exists.
+            # NB: if newer commits exist, the history lists these commits, but with wrong version
+            # numbers. So the state is read again until no newer version exists.
             while self._state is None or self._state[0] != self._table.version():
                 self._state = self._table.version(), _read_table_state(self._table, follower)
                 self._table.update_incremental()
@@ -166,7 +166,7 @@ class FollowedDeltaTable:
         Raises:
             BadRequest: a key has changes in two partitions, or a value of a partition column is
                 an empty text.
-            Superseded: there is a later version than the one that `marks` has read.
+            Superseded: the table has a later version than the version that `marks` has read.
             The errors of `library_error`: the library reports another error.
         """
         if changes is not None and not changes.num_rows:
@@ -195,7 +195,7 @@ class FollowedDeltaTable:
         return pa.table(columns, schema=schema)
 
     def _has_key(self, table: DeltaTable) -> bool:
-        """Whether the table has the key columns; raises BadConfig if it has rows without them."""
+        """Whether the table has the key columns; raises BadConfig if rows exist without them."""
         missing = set(self._key) - set(self.columns().names)
         if missing and _has_rows(table):
             raise BadConfig(

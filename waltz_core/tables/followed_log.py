@@ -1,15 +1,15 @@
 """The log of a follower, read with a `WaltzClient`; the changes are Arrow tables.
 
 Rules:
-    1. Marks are read linearizably, so that they never decrease, even if an earlier owner of the
-       partition still answers.
-    2. A batch is read in parts of 32 MiB, and only the last change of each key is kept after each
-       part. So a batch needs memory for one part, and for the last change of each key.
-    3. The server filters transactions by header; without headers, it returns all transactions. For
-       several tables, one read returns the transactions of all tables, and each table decodes only
-       its own transactions.
+    1. The reads of marks are linearizable. Therefore marks never decrease, even if an earlier owner
+       of the partition still answers.
+    2. A batch is read in parts of 32 MiB. After each part, only the last change of each key is
+       kept. So a batch needs memory for one part, and for the last change of each key.
+    3. The server filters transactions by header. If a table selects no headers, the server returns
+       all transactions. For several tables, one read returns the transactions of all tables, and
+       each table decodes only its own transactions.
     4. If the client has encryption keys, a payload that cannot be decrypted is an error, because
-       its row is unknown.
+       the row in this payload is unknown.
 """
 
 import time
@@ -82,7 +82,7 @@ class ChangeDecoder:
 
     Args:
         location: the name or the path of the table, for errors.
-        schema: the declared columns; those that are not columns of the log are in the payload. To
+        schema: the declared columns; the columns that the log does not have are in the payload. To
             infer the columns from payloads, pass a function that returns the columns that the table
             has so far.
         rules: how transactions become changes.

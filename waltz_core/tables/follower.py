@@ -1,20 +1,22 @@
 """The loop of a follower: it applies the log to its tables, one batch after the other.
 
 The loop depends only on the interfaces `FollowedTable` and `FollowedLog`, not on a table format. It
-also does not depend on the type of changes: without Spark they are an Arrow table, with Spark a
-DataFrame.
+also does not depend on the type of the changes. Without Spark, the changes are an Arrow table; with
+Spark, they are a DataFrame.
 
 Rules:
-    1. The table is the checkpoint: before each batch, the follower reads the table marks. If the
-       marks have not changed since the last read, the follower also skips the following
-       transactions in which it has already found no changes.
+    1. The table is the checkpoint: before each batch, the follower reads the table marks. The
+       transactions after the marks may include some in which the follower has already found no
+       changes. If the marks have not changed since the last read, the follower also skips these
+       transactions.
     2. A batch is one commit, on top of the table version that the follower has read. If another
        program has committed first, the follower reads the table again. Exception: a separate
        commit, with the current marks, may add new fields of structs before the batch.
     3. A batch without changes writes no commit. If the marks have advanced, the follower commits
        the marks alone when its last commit is older than `MARKS_COMMIT_S`, or when the follower
-       ends. If the table was created by the user and has no marks yet, the follower stores its
-       start marks when it ends. Otherwise the next run would need the start marks again.
+       ends. If the user created the table, and the table has no marks yet, the follower stores its
+       start marks when it ends. Without these stored marks, the next run would need the start marks
+       again.
     4. Commits of other programs after the follower's last commit are checked. A commit that
        replaces the rows of the table, such as a `RESTORE`, is an error. A commit of a follower with
        another name is an error, because each of the two followers would overwrite newer rows with
@@ -22,9 +24,9 @@ Rules:
     5. Start marks are an error if the table already has other marks when the follower starts.
     6. For several tables, each batch is read once, from the lowest marks of all tables. Each table
        has its own marks and its own commit, and receives only the changes after its own marks.
-    7. If no end is given, the follower pauses after a batch that reaches the end of the log. So it
-       does not create a table version for each new transaction, even if transactions arrive all the
-       time.
+    7. If no end is given, the follower pauses after a batch that reaches the end of the log. So the
+       follower does not create a table version for each new transaction, even if transactions
+       arrive all the time.
 """
 
 import logging
@@ -115,11 +117,12 @@ class TableState(NamedTuple):
             has no commit.
         version: the number of transactions that the table records for the follower, if any. In
             Delta, this is the version in `txn`, not the version of the table.
-        other_commits: the commits to check (rule 4), in any order: the commits after the follower's
-            newest commit, and in some cases earlier ones. Empty if the follower has no commit.
+        other_commits: the commits to check (rule 4), in any order. These are the commits after the
+            follower's newest commit, and in some cases earlier commits. Empty if the follower has
+            no commit.
         has_rows: whether the table has rows, or commits of another follower. If there is metadata,
             `has_rows` is False only for a table that is not created yet.
-        rules: the rules in the newest commit of any follower, if this follower has no commit.
+        rules: if this follower has no commit, the rules in the newest commit of any follower.
     """
 
     metadata: str | None
@@ -166,7 +169,7 @@ class FollowedTable(Protocol[ChangesT_contra]):
         committed alone.
 
         Raises:
-            Superseded: the table has a later version than the one that `marks` has read.
+            Superseded: the table has a later version than the version that `marks` has read.
         """
 
 
@@ -201,8 +204,9 @@ class TableProgress(Generic[ChangesT]):
     Args:
         table: the table; it is created if it does not exist.
         location: the name or the path of the table, for errors and log lines.
-        follower: the name of the follower and the key of the cluster. Its marks are the start for a
-            table without marks; if it has none, the start is the first available transaction.
+        follower: the name of the follower and the key of the cluster. A table without marks starts
+            at the marks in `follower`; if `follower` has no marks, the table starts at the first
+            available transaction.
         clock_s: a monotonic clock, in seconds.
     """
 
@@ -427,7 +431,8 @@ class Follower(Generic[ChangesT]):
     def run(self, until: MarkMap | None = None) -> list[TableMarks]:
         """Apply the log up to the marks `until`, or forever; return the marks in the tables.
 
-        If the log is not available, a follower with an end fails; without an end, it tries again.
+        If the log is not available, a follower with an end fails, and a follower without an end
+        tries again.
 
         Raises:
             BadConfig: start marks were given, but a table has other marks, or the start marks lack
@@ -437,7 +442,7 @@ class Follower(Generic[ChangesT]):
             BadFormat: table marks are lost, a table was restored, or a payload does not fit.
             DataLoss: the log does not contain the transactions after the table marks.
             Unavailable: the log or a table does not answer (only with `until`).
-            Superseded: in each attempt, another program has committed first.
+            Superseded: in every attempt of the follower, another program has committed first.
         """
         while True:
             try:
@@ -512,8 +517,8 @@ class Follower(Generic[ChangesT]):
 def errors_of_table(location: str) -> Iterator[None]:
     """Add the table to the message of an error, unless the message already names it.
 
-    `Unavailable` is not changed: it may come from the log, and the error of a table that does not
-    answer already names the table.
+    `Unavailable` is not changed. This error may come from the log. If it comes from a table that
+    does not answer, it already names the table.
     """
     try:
         yield

@@ -2,11 +2,11 @@
 
 Rules:
     1. The type of a column is the type of its first value: boolean, 64-bit integer, double, text,
-       binary, list or struct. It is never derived from several values.
+       binary, list or struct. The type is never derived from several values.
     2. A later value of another type is an error, even an integer in a column of doubles. If types
        were merged, the result would depend on the sizes of batches.
     3. Null has no type, and an empty list or struct as the first value is an error.
-    4. New columns, and new fields of structs, are appended to the known ones.
+    4. New columns are appended to the known columns, and new fields of structs to the known fields.
     5. A table has at most `COLUMNS_MAX` columns and fields of structs, so that payloads with
        arbitrary keys cannot create thousands of columns.
 """
@@ -24,12 +24,12 @@ from waltz_core.tables.row_changes import DELETED, ArrowTable
 ArrowType: TypeAlias = pa.DataType
 
 # The maximum number of nested lists, maps and structs. deltalake can commit 60 levels, but cannot
-# read them again.
+# read such a commit again.
 LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 
 # The columns of the log in the rows of a follower. These names and those of the position columns
-# are reserved, in upper and lower case, because Spark ignores case.
+# are reserved in upper case and in lower case, because Spark ignores case.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 

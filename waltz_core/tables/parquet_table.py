@@ -13,11 +13,11 @@ Rules:
     2. Batches are numbered without gaps. The newest complete batch contains the marks of the table.
        The next run removes the files of an incomplete batch.
     3. A table has one follower at a time. In a local directory, a second follower that completes
-       the same batch fails with `Superseded`; in an object store, this is not detected. When a
-       follower starts, it removes, in one step, all files that belong to no batch, including files
-       of another follower. The other follower then cannot complete its batch: before the rename
-       that would complete the batch, it checks that its files still exist, and a rename of removed
-       files fails.
+       the same batch fails with `Superseded`. In an object store, the second follower is not
+       detected. When a follower starts, it removes, in one step, all files that belong to no batch,
+       including files of another follower. The other follower then cannot complete its batch.
+       Before the rename that would complete the batch, it checks that its files still exist. A
+       rename of removed files fails.
     4. A table has the declared columns and two position columns, `_partition` and
        `_transaction_id`. The newest file has all columns of the table. A column keeps its type.
     5. A table is created together with its first changes, so that a failed first batch leaves no
@@ -354,7 +354,8 @@ def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
             f"partition {partition}, transaction {transaction}: found a delete, but rows of "
             f"a Parquet table cannot be deleted. {_DELTA_HINT}"
         )
-    # The timestamps in Spark's batches have the time zone of the session, so they are cast.
+    # The timestamps in Spark's batches have the time zone of the session. Therefore the timestamps
+    # are cast.
     columns = [
         changes[_POSITION_COLUMNS.get(part.name, part.name)].cast(part.type) for part in schema
     ]

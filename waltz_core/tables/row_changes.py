@@ -9,7 +9,7 @@ Rules:
        in a key is an error that names the transaction.
     2. A transaction is a delete if its header is one of `delete_headers`, or if the condition
        `delete_where` is true; null counts as false. All other transactions are upserts.
-    3. If there is a changes function, it determines the changes, including deletes:
+    3. If there is a changes function, this function determines the changes, including deletes:
        - The function receives parts of a batch, of any size. So the changes of a transaction must
          depend only on this transaction.
        - The function returns only changes of the transactions that it has received.
@@ -18,7 +18,8 @@ Rules:
     4. Transactions of one partition are ordered by ID. There is no order between partitions, so a
        key with changes in two partitions is an error.
     5. `last_changes` is associative: applied to the last changes of several parts, it returns the
-       last changes of the whole. The only condition is that each transaction is in one part.
+       last changes of all parts together. The only condition is that no transaction is split
+       between two parts.
 """
 
 import re
@@ -100,8 +101,8 @@ class ChangesFunction:
 
     Args:
         name: the name of the function, `module:function`.
-        columns: the columns of the table: the columns that the function returns, without position
-            and `_deleted`.
+        columns: the columns of the table. These are the columns that the function returns, without
+            position and `_deleted`.
     """
 
     name: str
@@ -145,8 +146,8 @@ class ChangeRules:
         function: computes the changes of transactions (rule 3).
 
     Raises:
-        BadConfig: the key contains a column twice, or there are rules for deletes as well as a
-            function.
+        BadConfig: the key contains a column twice, or a function is combined with rules for
+            deletes.
     """
 
     key: Sequence[str]
@@ -164,7 +165,7 @@ class ChangeRules:
             )
 
     def stored_rules(self, headers: Iterable[int] | None) -> StoredRules:
-        """Return the form of these rules that a table stores, with its transactions' headers."""
+        """Return the rules as a table stores them, with the headers of the table's transactions."""
         return StoredRules(
             tuple(sorted(self.key)),
             None if headers is None else tuple(sorted(set(headers))),
@@ -281,7 +282,7 @@ def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
 def select_transactions(
     batch: pa.RecordBatch, after: int, headers: Sequence[int]
 ) -> pa.RecordBatch:
-    """Return the transactions after a mark with one of the headers; without headers, all."""
+    """Return the transactions after a mark; unless `headers` is empty, filtered by header."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
         is_selected &= np.isin(batch["header"].to_numpy(), headers)

@@ -8,17 +8,18 @@ Each commit of a follower contains the marks after its rows, as JSON in its meta
 Rules:
     1. Metadata with the key `waltz` must have exactly this form. Metadata without this key was
        written by another program, and contains no marks.
-    2. A batch begins after the table marks, and ends at most `count_max` transactions later. Its
-       content depends only on its start and its end.
-    3. Marks never decrease. If the log ends before the table marks, or begins after them, it has
-       lost transactions of the table.
-    4. Each commit has a version, which increases with each batch. It is at most the number of
-       transactions up to the marks of the commit, and higher than the number of transactions up to
-       all earlier marks. Without Spark, the version equals the number of transactions.
-    5. A table with a version but without marks has lost its marks. The follower then reports an
-       error and does not start from the beginning: the user must decide.
-    6. A follower never changes the rules of a table. Otherwise the rows would be a mixture of two
-       rules, which no replay of the log can reproduce.
+    2. A batch begins after the table marks, and ends at most `count_max` transactions later. The
+       content of a batch depends only on the start and the end of the batch.
+    3. Marks never decrease. If the log ends before the table marks, or begins after them, the log
+       has lost transactions of the table.
+    4. Each commit has a version, which increases with each batch. The version is at most the number
+       of transactions up to the marks of the commit, and higher than the number of transactions up
+       to the marks of each earlier commit. Without Spark, the version equals the number of
+       transactions.
+    5. A table with a version but without marks has lost its marks. In this case, the follower
+       reports an error and does not start from the beginning, because the user must decide.
+    6. A follower never changes the rules of a table. Without this rule, the rows would be a mixture
+       of two rules, and no replay of the log could reproduce them.
 """
 
 import re
@@ -48,7 +49,8 @@ class StoredRules(NamedTuple):
     Attributes:
         key: the key columns, sorted.
         headers: the headers of the table's transactions, sorted; () if all transactions belong to
-            it. None if a query of the user selects the transactions, which cannot be compared.
+            it. None if a query of the user selects the transactions; such a query cannot be
+            compared.
         delete_headers: the headers of transactions that are deletes, sorted.
         delete_where: the condition for other deletes.
         changes: the name of the changes function.
@@ -224,8 +226,8 @@ def _rule_text(rule: object) -> str:
 def next_batch_marks(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
     """Return the marks at the end of the batch that begins after the table marks (rule 2).
 
-    The result equals the table marks if the log has no more transactions. A partition without a
-    table mark begins before its first transaction.
+    The result equals the table marks if the log has no more transactions. If a partition has no
+    table mark, its batch begins before its first transaction.
 
     Raises:
         DataLoss: the log has lost transactions (rule 3).

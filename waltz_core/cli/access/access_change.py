@@ -4,15 +4,17 @@ Rules:
     1. The audit entry contains the outcome of the change. The command waits for the daemons only
        after it has completed the entry.
     2. Every registered server and every storage with replicas must use the new revision or a later
-       one. Otherwise the command names the daemons that do not use it, and exits with code 1.
+       one. If a daemon uses neither, the command names this daemon, and exits with code 1.
     3. Two kinds of daemons publish no revision: daemons without access control, and daemons without
        a ZooKeeper session. If no daemon of the cluster has ever published a revision, the command
        reports that access control is off, and exits with code 0.
     4. If ZooKeeper was restored to an earlier state, a daemon may use a later revision than the one
-       in ZooKeeper. Such a daemon ignores the change, and counts as a daemon that does not use it.
+       in ZooKeeper. Such a daemon ignores the change, and counts as a daemon that does not use the
+       change.
     5. A server that has lost its ZooKeeper session is not registered, but continues to serve. So
-       the command also waits for two kinds of unregistered servers: servers in the current
-       assignment, and servers that were registered, or had published a revision, before the change.
+       the command also waits for unregistered servers of two kinds. The first kind is in the
+       current assignment. The second kind was registered, or had published a revision, before the
+       change.
 """
 
 import asyncio
@@ -221,8 +223,8 @@ async def read_revision_use(
 ) -> RevisionUse:
     """Return the daemons that use a revision now, and the daemons that do not (rule 5)."""
     published = await coordinator.read_applied_revisions()
-    # Read after `published`: if a published revision is above the stored one, ZooKeeper was
-    # restored (rule 4).
+    # The stored revision is read after the published ones. So if a published revision is above the
+    # stored revision, ZooKeeper was restored (rule 4).
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
     usage = RevisionUse(
@@ -261,7 +263,7 @@ async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:
 
 
 def _registered_server_texts(view: ServersView) -> dict[str, str]:
-    """Return the registered servers as texts, by the name of their applied revision."""
+    """Describe the registered servers; the keys name their applied revisions."""
     return {
         server_node_name(key): f"server {descriptor.address}"
         for key, descriptor in view.servers.items()
@@ -269,7 +271,7 @@ def _registered_server_texts(view: ServersView) -> dict[str, str]:
 
 
 async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
-    """Return the storages with replicas as texts, by the name of their applied revision."""
+    """Describe the storages that have replicas; the keys name their applied revisions."""
     partitions_by_storage = (await coordinator.read_replica_assignment()).partitions
     return {
         storage_node_name(address): f"storage {address}"

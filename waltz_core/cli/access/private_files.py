@@ -13,7 +13,8 @@ _FILE_MODE: Final = 0o600
 def write_private_file(path: Path, data: bytes) -> None:
     """Write a new file with mode 600; return after it is synced to disk.
 
-    Raises BadConfig if the file exists or cannot be written; then no incomplete file remains.
+    Raises BadConfig if the file exists or cannot be written. In both cases, no incomplete file
+    remains.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)

@@ -24,7 +24,7 @@ RETRY_INTERVAL_S: Final = 0.5
 
 
 def parse_before(text: str, now_ms: int) -> tuple[int, int]:
-    """Parse `--before`; return a transaction ID and a time in ms, one of which is 0.
+    """Parse `--before`; return a transaction ID and a time in ms, of which one is 0.
 
     Raises:
         BadConfig: the text is neither an ID nor a time in the past.

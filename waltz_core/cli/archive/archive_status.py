@@ -25,7 +25,8 @@ from waltz_core.records.record import TransactionId
 ResultT = TypeVar("ResultT")
 # Seconds to wait for an answer of a server or storage.
 ANSWER_TIMEOUT_S: Final = 10.0
-# The size of the cache for manifests and their pages; the command reads each of them once.
+# The size of the cache for manifests and their pages. It is small, because the command reads each
+# manifest and page once.
 MANIFEST_CACHE_BYTES: Final = 16 * 1024 * 1024
 COLUMN_TITLES: Final = (
     "partition",

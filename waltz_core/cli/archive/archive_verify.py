@@ -1,8 +1,8 @@
 """`waltz-core archive verify`: verify every file of the archive that a manifest lists.
 
 Without `--repair`, the command changes nothing. It needs ZooKeeper and the archive, but no servers.
-It queries storages only for the URL of the archive. If the command is interrupted, it prints the
-options with which a new run continues.
+It queries storages only for the URL of the archive. An interrupted command prints the options with
+which a new run continues.
 
 With `--repair`, the command requests the repair of each missing or corrupt object from the owner of
 the partition. A storage then writes the object again from its log. The command repeats the request
@@ -33,7 +33,7 @@ from waltz_core.records.record import PartitionId, TransactionId
 
 ResultT = TypeVar("ResultT")
 ShowText: TypeAlias = Callable[[str], None]
-# The action for a file of a manifest, and for an object that no storage can write again.
+# The action for a manifest file, or for an object that no storage can write again.
 RESTORE_ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify "
     "again; until then, do not lower local_retention_bytes and local_retention_ms"
@@ -197,7 +197,7 @@ async def _verify_partition(
 def _unarchived_note(
     check: ArchiveCheck, recorded_archive: RecordedArchive | None
 ) -> tuple[str, bool]:
-    """Return a text about requested transactions that are not archived, and if none is archived.
+    """Return a text about requested transactions that the archive lacks, and whether it lacks all.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.
@@ -238,7 +238,8 @@ async def _repair_object(
         )
         return
     object_fields = (problem["name"], problem["first"], problem["last"])
-    # Identifies this attempt, because the owner may still have the outcome of an earlier command.
+    # This number identifies this attempt, because the owner may still have the outcome of an
+    # earlier command.
     token = randbits(63)
     while True:
         answer = await client.requests.replace_object(partition_id, *object_fields, token=token)

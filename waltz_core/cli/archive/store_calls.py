@@ -18,8 +18,8 @@ async def call_store(
     """Run a blocking call in a thread; print a line whenever it makes no progress.
 
     `activity` returns a text and a number. The text describes the current operation, and is empty
-    while the call does not wait for the store. The number grows with the progress. If the command
-    is interrupted, it does not wait for the thread.
+    while the call does not wait for the store. The number grows with the progress. An interrupted
+    command does not wait for the thread.
     """
     threads = CallThreads(1, "archive-command")
     future = asyncio.wrap_future(threads.submit(call))

@@ -262,9 +262,9 @@ def _pin_objects(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
 def _delete_files(store: ArchiveStore, names: Sequence[str]) -> None:
     """Delete files that a failed restore has written, and ignore errors.
 
-    If the pins remained, the objects would never be deleted. If the manifests remained, they could
-    stop the garbage collection of a cluster that another command has created with the same key:
-    they may belong to a later session than its own manifests.
+    If the pins remained, the objects would never be deleted. Another command may have created a
+    cluster with the same key. If the manifests remained, they could stop the garbage collection of
+    this cluster, because they may belong to a later session than the manifests of this cluster.
     """
     for name in names:
         with suppress(WaltzError):

@@ -1,11 +1,11 @@
 """`waltz-core client validate | produce | consume`: check the guarantees of the log as a client.
 
-Each producer predicts the ID of its next transaction, and writes this ID as the data of the
-transaction. The prediction is the client's high-water mark + 1. All producers use the same lock. So
-if another transaction gets the predicted ID first, the server must reject the producer's
-transaction, and the client computes it again. Readers check that the data of every transaction is
-its own ID, and that there are no gaps between IDs. They detect missing rejections, and lost,
-duplicate or reordered transactions.
+Each producer is a client that predicts the ID of its next transaction: its high-water mark + 1. The
+data of the transaction is the predicted ID. All producers use the same lock. So if another
+transaction gets the predicted ID first, the server must reject the producer's transaction, and the
+client computes the transaction again. Readers check that the data of every transaction is its own
+ID, and that there are no gaps between IDs. They detect missing rejections, and lost, duplicate or
+reordered transactions.
 
 Rules:
     1. No other client may write to these partitions during the check: its transactions would be

@@ -301,7 +301,11 @@ def _parse_start_time(options: FollowOptions) -> int | None:
 def _marks_before_time(
     client: WaltzClient, state_reader: LogStateReader, since_ms: int
 ) -> Mapping[int, int]:
-    """Return the marks before the first transactions that may have been committed since a time."""
+    """Return the start marks for a start time.
+
+    The mark of a partition is before its first transaction that may have been committed at this
+    time or later.
+    """
     log = state_reader.state()
     start_marks = {}
     for partition, mark in log.marks.items():

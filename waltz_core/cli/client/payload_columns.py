@@ -95,7 +95,8 @@ def declared_schema(columns: Sequence[str]) -> ArrowSchema | None:
     """Return the schema that the `--column` options declare; None without these options.
 
     Raises:
-        BadConfig: a column without a type is not a column of the log, or a type is unknown.
+        BadConfig: the type of a column is unknown, or is missing although the column is not a
+            column of the log.
     """
     fields = []
     for column in columns:

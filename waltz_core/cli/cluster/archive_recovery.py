@@ -1,23 +1,24 @@
 """Finds the archived marks of partitions in the archive after ZooKeeper's data was lost.
 
 After the loss, only the archive and the replicas' logs remain. If the chosen log of a partition has
-the same chain hash as a manifest, the log and the archived transactions are equal up to this point.
-So the newest manifest with this property replaces the manifest that ZooKeeper had recorded.
+the chain hash of a manifest at the end of this manifest, the log and the archived transactions are
+equal up to this end. So the newest manifest with this property replaces the manifest that ZooKeeper
+had recorded.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
-       version. Later manifests of an owner replace its earlier ones, and their first available ID
-       is the same or higher (AR 7).
+       version. The later manifests of an owner replace its earlier ones. The first available ID of
+       a later manifest is the same or higher (AR 7).
     2. A manifest fits if three conditions hold. Its checksums and pages are valid. All of its
        available objects exist and have the recorded size. At the manifest's last ID, the chosen log
-       has the manifest's chain hash. A manifest that ZooKeeper never recorded may fit, too: a
-       storage has verified its objects before the manifest was written.
+       has the manifest's chain hash. A manifest that ZooKeeper never recorded may fit, too, because
+       a storage had verified the objects of the manifest before the manifest was written.
     3. The manifest must not end below the start of any replica's log. Replicas remove only archived
-       transactions, so a manifest that ends below this start is not the newest one, and lacks
+       transactions. So a manifest that ends below this start is not the newest manifest, and lacks
        transactions.
     4. If manifests exist and none of them fits, the command rejects the partition, even if its logs
-       are complete. Otherwise the archiver would begin again at ID 0, and garbage collection would
-       delete objects that backups need.
+       are complete. If the command accepted the partition, the archiver would begin again at ID 0,
+       and garbage collection would delete objects that backups need.
     5. If a newer manifest ends above the chosen log, the command rejects the partition. Only
        committed batches are archived, so this log lacks committed transactions. If the command used
        an older manifest, the first garbage collection would delete the only object that contains
@@ -102,7 +103,7 @@ class ArchiveRecovery:
         self._on_skipped = on_skipped
 
     async def find_archived_mark(self, log: RecoveredLog) -> ArchivedMark | None:
-        """Return the archived mark of a partition; None if nothing of it is archived.
+        """Return the archived mark of a partition; None if no transaction is archived.
 
         Raises:
             BadRequest: the partition is rejected (rules 3 to 5).
@@ -214,7 +215,7 @@ class ArchiveRecovery:
         return _CandidateManifest(mark, available)
 
     def _objects_problem(self, entries: list[ObjectEntry]) -> str:
-        """Return a text about an object that is missing or has the wrong size; empty if none."""
+        """Return a text about an object that is missing or has a wrong size; empty without one."""
         assert self._store is not None
         folders = {each.name.rpartition("/")[0]: None for each in entries}
         sizes = {

@@ -1,8 +1,8 @@
 """`waltz-core cluster check-connectivity`: check connections to servers and between processes.
 
-The command itself cannot detect a firewall between a server and a storage. So it requests each
-server to connect to every storage. The request is message 13 of protocol L, which 0.13 servers also
-answer.
+The command itself cannot detect a firewall between a server and a storage. So the command requests
+each server to connect to every storage. The request is message 13 of protocol L, which 0.13 servers
+also answer.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class ConnectionCheck(NamedTuple):
 @options.connect_option
 @options.json_option
 async def check_connectivity(*, connect: str, as_json: bool) -> int:
-    """Check that this command can connect to all servers, and they to all storages."""
+    """Check that this command can connect to all servers, and each server to all storages."""
     async with open_command_session(connect) as coordinator:
         servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
         storages = [

@@ -158,7 +158,7 @@ async def _query_replicas(
     expected: ExpectedCluster,
     newest: SessionId,
 ) -> _ReplicaAnswers:
-    """Claim a session later than `newest`, as an owner does, and query every replica in it."""
+    """Claim a session after `newest`, as an owner does, and query every replica in this session."""
     view = await coordinator.read_partition(partition_id)
     metadata, marker = view.metadata, view.marker
     if metadata is None or marker is None or not metadata.states:
@@ -282,7 +282,7 @@ def _choose_replica(
 
 
 def _log_sort_key(log: ReportedLog) -> tuple[bool, int, int, bool]:
-    """Return a sort key that prefers undamaged logs, then the most data, then trusted logs."""
+    """Return a sort key: undamaged logs first, then logs with more data, then trusted logs."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
@@ -327,7 +327,7 @@ async def _declare_chosen_log(
     chosen_replica: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
-    """Make one replica's log the log of the partition; the others copy the missing records."""
+    """Make one replica's log the log of the partition; other replicas copy missing records."""
     session_id, logs = answers.session.session_id, answers.logs
     ranked_replicas = sorted(logs, key=lambda member: logs[member].rank, reverse=True)
     members = (chosen_replica, *(member for member in ranked_replicas if member != chosen_replica))
@@ -540,7 +540,7 @@ async def _choose_and_write_logs(
         )
         for decision in decisions
     }
-    # Raise the IDs before any partition can be opened, so that no server gets a generation that was
+    # The IDs are raised before any partition can be opened. So no server gets a generation that was
     # used earlier.
     issued_id = max((each.issued_id for each in newest.values()), default=0)
     await command.coordinator.issued_ids.increase_to(ClientId(issued_id))
@@ -579,7 +579,7 @@ def _recovered_log(
     link: OwnerConnection,
     replies: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
-    """Describe the log of the chosen replica, at `link`, for the search in the archive."""
+    """Describe the log of the chosen replica (at `link`), for the search in the archive."""
     source = replies[link.address]
     starts = {
         name: TransactionId(max(answer.start, BEFORE_FIRST)) for name, answer in replies.items()
@@ -680,10 +680,10 @@ async def _restore_permissions(command: ChangeCommand, exported: Permissions) ->
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether no log was chosen for a partition yet, or its replicas are not assigned yet.
+    """Whether a partition still has no chosen log, or no assigned replicas.
 
-    If an earlier command died before it assigned the replicas, the partition was never opened. So
-    its log can be chosen again.
+    If an earlier command died before it assigned the replicas, no server has opened the partition.
+    So the log of the partition can be chosen again.
     """
     view = await coordinator.read_partition(partition_id)
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)

@@ -19,7 +19,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
 
-# A session needs a root. If the connect string has none, the command uses this root, at which no
+# A session needs a root. If the connect string has no root, the command uses this root, at which no
 # cluster can exist.
 ROOT_FOR_CONNECTING = "/zookeeper"
 DETAIL_COLUMNS = ("servers", "storages", "key")

@@ -1,14 +1,14 @@
 """Sends storages the requests that normally only the owner of a store session sends.
 
 The commands for disaster recovery need these requests to inspect and choose logs. The storage
-applies the same rules to them as to requests from a server. `cluster/change/rebuilding.py` decides,
-based on the answers.
+applies the same rules to requests of these commands as to requests of a server.
+`cluster/change/rebuilding.py` decides, based on the answers.
 
 Rules:
     1. No server may have the same session. So `accept-replicas` uses a session that it has claimed
-       in ZooKeeper, and `rebuild-metadata` uses sessions above all promised ones.
-    2. A connection is used for one task and then closed. Closing it ends its sessions on the
-       storage.
+       in ZooKeeper, and `rebuild-metadata` uses sessions above all promised sessions.
+    2. A connection is used for one task and then closed. When it closes, the storage ends the
+       sessions of this connection.
 """
 
 import asyncio
@@ -128,7 +128,7 @@ class OwnerConnection:
     async def set_low_water_mark(
         self, partition_id: PartitionId, session: ClaimedSession, prepare_answer: Prepared
     ) -> None:
-        """Store the session, and the end of the log as low-water mark: the log is trusted then."""
+        """Store the session, and the log's end as low-water mark; then the log is trusted."""
         fields = (session.session_id, 1_000_000, partition_id)
         mark = SetLowWaterMark(*fields, prepare_answer.synced_max, bytes(prepare_answer.chain))
         (answer,) = await self._request([mark])

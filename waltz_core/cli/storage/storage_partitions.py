@@ -3,8 +3,7 @@
 Rules:
     1. Partitions are changed one at a time. At the first error, the command ends and reports the
        completed partitions.
-    2. The storage itself rejects changes that may lose data, so that no tool can make such a
-       change.
+    2. The storage itself rejects a change that may lose data, so that no tool can make this change.
     3. If the options name a cluster, changes are recorded in its audit log.
 """
 

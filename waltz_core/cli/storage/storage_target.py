@@ -1,7 +1,7 @@
 """The options with which the `storage` subcommands select storages and partitions.
 
 A storage has two addresses: the address of its admin port, and the address of its data port, to
-which servers connect. All subcommands accept both.
+which servers connect. All subcommands accept both addresses.
 """
 
 import os
@@ -172,7 +172,7 @@ async def read_cluster_storages(choice: StorageChoice) -> ClusterStorages:
 
 
 async def find_storages(choice: StorageChoice) -> tuple[StorageTarget, ...]:
-    """Return the chosen storage, or all storages of a cluster; raises BadConfig if neither."""
+    """Return the chosen storage, or all of a cluster; raises BadConfig if neither is chosen."""
     if choice.admin is not None and (choice.connect is not None or choice.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
     if choice.admin is not None:

@@ -37,7 +37,7 @@ from waltz_core.wire.messages import WireProtocol
 
 
 class ReplicaRow(NamedTuple):
-    """One replica in one storage; None for a value that a 0.13 storage does not report."""
+    """One replica in one storage. If a 0.13 storage does not report a value, the value is None."""
 
     storage: str
     partition: int

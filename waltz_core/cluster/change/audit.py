@@ -1,7 +1,7 @@
 """The audit log in ZooKeeper: the newest changes of the cluster by commands.
 
-The log contains the user, time, command and outcome of each change. It is in ZooKeeper so that it
-survives the loss of the machine that ran the command.
+The log contains the user, time, command and outcome of each change. The log is in ZooKeeper, so
+that it survives the loss of the machine that ran the command.
 
 Rules:
     1. An entry is written before a change begins; its outcome is written when the change is over.
@@ -99,7 +99,8 @@ class AuditLog:
         await self._nodes.create_missing((paths.extensions, paths.audit))
         names_before = await self._entry_names()
         step = CreateNode(paths.audit_prefix, entry.to_bytes(), is_sequential=True)
-        # ZooKeeper returns no names of sequential nodes, so the new node is found by its content.
+        # ZooKeeper does not return the name of a new sequential node, so this node is found by its
+        # content.
         await self._znodes.write([step])
         new_names = [name for name in await self._entry_names() if name not in names_before]
         for name in reversed(new_names):

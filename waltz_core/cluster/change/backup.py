@@ -6,12 +6,13 @@ the rest, which is JSON. A manifest has the same format.
 
 Rules (docs/decisions/055):
     1. A backup reads, in this order: the exactly-once writes, the high-water marks, the writes
-       again, the ID counters and the sessions. The first reading ensures that all rows of a
-       finished write have IDs up to the marks. The last readings ensure that the backup contains
-       all IDs, attempts and sessions that occur in the log up to the marks.
+       again, the ID counters and the sessions. Because the writes are read before the marks, all
+       rows of a finished write have IDs up to the marks. Because the writes, the ID counters and
+       the sessions are read after the marks, the backup contains all IDs, attempts and sessions
+       that occur in the log up to the marks.
     2. The backup records a write as done only if it was done at the first reading (`merge_writes`).
-    3. When the backup is complete, the archive contains each partition up to its mark; it may also
-       contain later transactions.
+    3. When the backup is complete, the archive contains each partition up to its mark. The archive
+       may also contain later transactions.
     4. The file contains the permissions, in the format of their node, if the cluster has
        permissions. Files of earlier versions contain neither permissions nor the last client ID
        that servers have issued.
@@ -43,7 +44,7 @@ from waltz_core.records.record import (
 
 @dataclass(frozen=True, slots=True)
 class PartitionBackup:
-    """The part of a backup for one partition; without a manifest, it has no transactions."""
+    """The part of a backup for one partition; the log is empty if there is no manifest."""
 
     high_water_mark: TransactionId
     session_id: SessionId
@@ -55,8 +56,8 @@ class PartitionBackup:
 class Backup:
     """The content of a backup; see the module's rules.
 
-    `taken_ms` is only shown to users. `client_id` is the last ID that a client has allocated, and
-    `issued_client_id` the last ID that a server has issued.
+    `taken_ms` is only shown to users. `client_id` is the last client ID that a client has allocated
+    itself. `issued_client_id` is the last client ID that a server has issued.
     """
 
     name: str

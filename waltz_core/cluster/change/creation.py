@@ -5,8 +5,8 @@ those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluste
 
 Rules:
     1. The root's own data is written last. A root without data is not a cluster.
-    2. A small cluster is created in one atomic write; a large one in several writes, each within
-       ZooKeeper's limit for one request.
+    2. A small cluster is created in one atomic write. A large cluster is created in several writes,
+       each within ZooKeeper's limit for one request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -130,8 +130,8 @@ def creation_steps(
 ) -> list[list[Operation]]:
     """Return the writes, in order; `root_version` is NO_NODE if the root does not exist.
 
-    For a cluster with a history, `data_by_path` has the data of nodes that do not get their initial
-    data, and `added_nodes` are additional nodes.
+    For a cluster that is rebuilt or restored, `data_by_path` contains the data of the nodes that do
+    not get their initial data, and `added_nodes` are additional nodes.
     """
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}

@@ -13,32 +13,32 @@ for these reasons:
       record. Example: of three replicas, any two.
 
 Only the replicas of the last assignment count, but this assignment is lost. A log with an older
-session may belong to a replica that had fallen behind, or may have remained on a storage when the
-partition moved away. Such a log proves nothing about later sessions. Conversely, a storage without
-a readable log may have had a replica: the log cannot be opened, the replica was taken offline, or
-the directory is empty. Only a log of the newest session certainly belonged to a replica in this
-session.
+session may belong to a replica that had fallen behind. Or the partition has moved to other
+storages, and the log has remained on this storage. Such a log proves nothing about later sessions.
+Conversely, a storage may have had a replica, although it has no readable log. There are three
+possible reasons: the log cannot be opened, the replica was taken offline, or the directory is
+empty. Only a log of the newest session certainly belonged to a replica in this session.
 
 Rules (docs/design/correctness.md 2.4, row 15):
     1. No server can open a partition before its log is chosen. Until then, the new nodes contain no
-       engaged replica, and a marker which states that the partition has a history.
+       engaged replica, and a marker which states that the partition is not new.
     2. Only the replica with the chosen log is declared engaged. A second replica is assigned
-       together with it, so that no single disk acknowledges appends. The other replicas are added
-       later, like any new replica.
+       together with this replica, so that a single disk never acknowledges appends. The other
+       replicas are added later, like any new replica.
     3. A replica that is suspect, or damaged above its low-water mark, is not chosen automatically.
        But if such a replica reports a later session, this session is the newest session.
-    4. Only logs of the newest session count towards the quorum. This may reject a case that is
-       safe, such as one replica that has fallen behind and one that is lost. Then an operator can
-       decide.
-    5. Client IDs (both counters) and generations continue above all that were ever allocated, so
-       that no append is mistaken for an old one. They start at the number of seconds since 2020.
-       Because the operator's clock may have been set back, they also start above the greatest
-       values in the last records of each log. A principal may have requested so many IDs that
-       servers have issued IDs above this start. The proofs of these IDs become invalid, because
-       the permissions get a new key (`stored_permissions.py`, rule 4).
+    4. Only logs of the newest session count towards the quorum. This rule may reject a partition
+       although its log is safe, for example if one replica has fallen behind and another replica is
+       lost. In such a case, an operator can decide.
+    5. Client IDs (both counters) and generations continue above all values that were ever
+       allocated, so that no append is mistaken for an old append. IDs and generations start at the
+       number of seconds since 2020. Because the operator's clock may have been set back, the start
+       is also above the greatest values in the last records of each log. A principal may have
+       requested so many IDs that servers have issued IDs above this start. The proofs of these IDs
+       become invalid, because the permissions get a new key (`stored_permissions.py`, rule 4).
     6. The metadata is written before the replica is marked, because a marked replica is trusted. In
-       the opposite order, a command could die between the two writes. A session with the old
-       metadata would then trust a replica that lacks records.
+       the opposite order, a command could die between the two writes. Then a session with the old
+       metadata would trust a replica that lacks records.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,8 +62,8 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# Client IDs are allocated more slowly than one per second over years. So the number of seconds
-# since 2020 is above all allocated IDs.
+# Over years, fewer than one client ID per second is allocated. So the number of seconds since 2020
+# is above all allocated IDs.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
 # The owner of all partitions in the first assignment: no server ever has this ID.
 NO_SERVER = ServerId(0)
@@ -205,7 +205,7 @@ def choose_log(
 def _choose_members(
     ranked: Sequence[ReplicaId], groups: Mapping[ReplicaId, int], count: int
 ) -> tuple[ReplicaId, ...]:
-    """Take the best replica of each group first, then the best of the others."""
+    """Take the best replica of each group first, then the best of the remaining replicas."""
     best_of_group: dict[int | None, ReplicaId] = {}
     for name in ranked:
         best_of_group.setdefault(groups.get(name), name)

@@ -4,10 +4,10 @@ This module only decides the next step of a partition. `storage_changes.py` read
 writes the steps and waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
-    1. The next step of a partition begins only after its owner has opened a store session with the
-       replicas of the previous step.
-    2. A step adds one replica, removes one, or replaces one that is not in sync.
-    3. After each step, the replicas that are in sync are a quorum, so that appends never wait for a
+    1. The next step of a partition begins only after the owner of the partition has opened a store
+       session with the replicas of the previous step.
+    2. A step adds one replica, removes one replica, or replaces one replica that is not in sync.
+    3. After each step, the replicas in sync are a quorum. Therefore appends never wait for a
        replica that still copies the log. Partitions with a single replica are an exception.
     4. No replica is removed before all added replicas are in sync.
     5. A plan stores only the wanted placement. After a crash, the change therefore continues from
@@ -129,7 +129,8 @@ def next_step(
 def apply_steps(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAssignments:
     """Return the assignment after these steps.
 
-    Raises CoordinatorConflict if the replicas of a partition are not those before its step.
+    Raises CoordinatorConflict if the replicas of a partition differ from those with which the step
+    was planned.
     """
     partitions = {name: list(numbers) for name, numbers in old.partitions.items()}
     for partition_id, before, after in changes:
@@ -363,9 +364,10 @@ def placement_with_replacement(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which storage `new` has taken over the replicas of storage `old`.
 
-    If both storages have a replica, and the partition has more replicas than usual, the change
-    completes an earlier move. If both have a replica, but the partition does not have more replicas
-    than usual, this function raises BadRequest: the change would only remove a replica.
+    If both storages have a replica of a partition, the result depends on the number of its
+    replicas. If the partition has more replicas than usual, the change completes an earlier move.
+    In all other cases, this function raises BadRequest, because the change would only remove a
+    replica.
     """
     usual_count = _usual_replica_count(current)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
@@ -400,7 +402,7 @@ def placement_with_missing_replicas(
 
 
 def _usual_replica_count(current: Placement) -> int:
-    """Return the number of replicas that most partitions have; the greater one if two are equal."""
+    """Return the number of replicas that most partitions have; in a tie, the greater number."""
     counts = [len(replicas) for replicas in current.values()]
     return max(counts, key=lambda each: (counts.count(each), each), default=0)
 
@@ -476,7 +478,7 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
 
 
 def _move_one_replica(builder: _PlacementBuilder) -> bool:
-    """Move one replica to a storage with at least two fewer; return False if none can move."""
+    """Move a replica to a storage that has at least two fewer; return False if none can move."""
     storages = sorted(builder.groups, key=lambda replica: builder.replica_counts[replica])
     for source in reversed(storages):
         for target in storages:

@@ -5,13 +5,13 @@ Rules (docs/decisions/055):
        begins after this mark (`session_recovery.py`, rule 4). No server can claim the partition
        before the root's data is written.
     2. Client IDs, generations and sessions continue above all values that were ever allocated, even
-       those allocated after the backup (`rebuilding.py`, rule 5). So no append, owner or batch is
-       mistaken for an old one.
+       after the backup (`rebuilding.py`, rule 5). So no append, owner or batch is mistaken for an
+       old one.
     3. If an exactly-once write began after the restored end of a partition, its starting mark is
        moved back to this end. If any partition ends before the backup's mark, rows of finished
-       writes may be missing. Then no write is recorded as done: when Spark repeats a write, it
-       finds the stored rows in the log and appends only the missing rows. A write that was being
-       removed at the backup stays in this state.
+       writes may be missing. In this case, no write is recorded as done. When Spark then repeats a
+       write, it finds the stored rows in the log and appends only the missing rows. A write that
+       was being removed at the backup stays in this state.
     4. The permissions and their revision are those of the backup, but the key for proofs of client
        IDs is new. Reason: client IDs that were issued after the backup may be issued again, and
        their proofs with the earlier key must not be valid.

@@ -8,8 +8,8 @@ Rules:
     1. Assignment, groups and admin ports are read together and change in one write.
     2. `replica_steps.py` decides the next step from the current state of ZooKeeper; after each
        write, the state is read again.
-    3. The number of partitions that change at a time is limited, so that their copies do not
-       displace appends.
+    3. Only a limited number of partitions change at a time, so that copies of logs do not displace
+       appends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,9 @@ class StorageLayout:
     def with_storage(
         self, address: ReplicaId, admin_port: int, group: int | None
     ) -> "StorageLayout":
-        """Return the layout with one more storage, without partitions; group None: a new group.
+        """Return the layout with one more storage, which has no partitions.
+
+        If `group` is None, the storage gets a new group.
 
         Raises BadRequest if the storage exists already, BadConfig if address or port are not valid.
         """
@@ -203,7 +205,7 @@ class StorageChanges:
         """Change replicas step by step until every partition has its wanted replicas.
 
         Raises BadRequest if the plan cannot be completed. If another command changes the same
-        partitions meanwhile, the plan continues from their new state.
+        partitions meanwhile, the plan continues from the new state of the partitions.
         """
         unfinished = list(plan.wanted)
         failure: list[errors.WaltzError] = []
@@ -264,7 +266,7 @@ class StorageChanges:
         )
 
     async def _read_with_versions(self) -> tuple[StorageLayout, list[SetNode]]:
-        """Read the layout; return it, and a write of the same data and version for each node."""
+        """Return the layout, and for each node a write of its current data at its version."""
         steps: list[SetNode] = []
 
         async def read(path: str, decode: Callable[[bytes], T]) -> T:

@@ -1,14 +1,15 @@
 """Reads and changes the permissions in ZooKeeper, for commands (decision 048).
 
 Rules:
-    1. Each change is one compare-and-set with the next revision, its author and its time. After a
-       concurrent change, it is computed again from the new permissions.
-    2. If the outcome of a write is unknown, the node is read again. If the node contains exactly
-       the written bytes, the write has succeeded. If the node still has the version from before the
-       write, the write has failed. Otherwise the caller gets the error.
-    3. Another user of ZooKeeper may have created this node or the node of the audit log earlier,
-       with access for itself. Therefore `create` and `replace` first set the access lists of both
-       nodes, and only then read the nodes.
+    1. Each change is one compare-and-set with the next revision, its author and its time. If
+       another change was concurrent, the later change is computed again from the new permissions.
+    2. If the outcome of a write is unknown, the node of the permissions is read again. If the node
+       contains exactly the written bytes, the write has succeeded. If the node still has the
+       version from before the write, the write has failed. In all other cases, the caller gets the
+       error.
+    3. Another user of ZooKeeper may have created the node of the permissions or of the audit log
+       earlier, and may have given itself access to this node. Therefore `create` and `replace`
+       first set the access lists of both nodes, and only then read the nodes.
     4. The first permissions of a cluster get a new key for proofs of client IDs. Reason: after a
        rebuilding, the counter of client IDs may start below IDs that have been issued
        (`rebuilding.py`, rule 5). The proofs of these IDs must not be valid any more.
@@ -36,7 +37,7 @@ class Author(NamedTuple):
 
 
 class PermissionsChange(NamedTuple):
-    """The permissions before and after a change; they are the same if the change had no effect."""
+    """The permissions before and after a change; without an effect, both are the same."""
 
     before: Permissions | None
     after: Permissions
@@ -84,8 +85,8 @@ class StoredPermissions:
     ) -> PermissionsChange:
         """Replace the permissions by the result of `change` (rule 1).
 
-        Raises any exception of `change`, and BadRequest if the cluster has no permissions; nothing
-        has changed then. Raises BadConfig if the result is too large.
+        Raises the exceptions of `change`, and BadRequest if the cluster has no permissions. After
+        these exceptions, nothing has changed. Raises BadConfig if the result is too large.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             node = await self._get_node()
@@ -110,9 +111,9 @@ class StoredPermissions:
     ) -> PermissionsChange:
         """Write permissions from a file, even if the cluster's are missing or unreadable.
 
-        The new revision is above the revisions of the file and of the node. `check` receives the
-        old permissions, if they can be read, and the new ones, and may raise an error. `new_key` is
-        for rule 4.
+        The new revision is above the revisions of the file and of the node. If the old permissions
+        can be read, `check` receives the old and the new permissions, and may raise an error.
+        `new_key` is the key of rule 4.
         """
         await self._reset_access_lists()
         first = dataclasses.replace(permissions, client_key=new_key)

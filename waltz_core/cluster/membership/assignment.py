@@ -10,9 +10,9 @@ Invariants of `assign_partitions`:
     4. No partition moves without need: a server keeps its partitions if no preference and no other
        invariant prevents this.
     5. With `keeps_owners` (balance by load), invariant 3 does not hold: a server keeps all its
-       partitions except those that another server prefers. Partitions without an owner go to the
-       servers with the fewest partitions. But if a server is new, all partitions are assigned as
-       without `keeps_owners`.
+       partitions except the partitions that another server prefers. Partitions without an owner go
+       to the servers with the fewest partitions. But if a server is new, all partitions are
+       assigned as without `keeps_owners`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,7 +104,7 @@ def hand_over_partition(
     Each partition has its own cyclic order of the servers, and goes to the server after its owner.
     So the partition visits all servers before it returns to the first one, and the partitions of
     one owner go to different servers. The server with the fewest partitions would be a bad choice:
-    a server that has just handed over all its partitions would get them back.
+    if a server has just handed over all its partitions, it would get these partitions back.
 
     Returns None if there is no other server, or if the partition has another owner now.
     """
@@ -142,7 +142,7 @@ def move_partitions(
 def with_minimum_generations(
     old: PartitionAssignment, at_least: Mapping[PartitionId, Generation]
 ) -> PartitionAssignment:
-    """Return the assignment with the same owners and generations of at least these values."""
+    """Return the same assignment, with generations raised to at least these values."""
     servers = {
         server_id: {
             partition_id: max(generation, at_least.get(partition_id, generation))
@@ -209,9 +209,9 @@ class _AssignmentBuilder:
         if self._owner.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)
         self.owned[server_id][partition_id] = generation
-        # The spare partitions are the remainder of the division: each may go to a server beyond its
-        # share. If more partitions than these go to servers beyond their shares, because they are
-        # preferred, the number becomes negative, and other servers stay below their share.
+        # The spare partitions are the remainder of the division: each may go to a server that
+        # already has its share. If preferences give more partitions than these to servers beyond
+        # their shares, the number becomes negative, and other servers stay below their shares.
         if len(self.owned[server_id]) > self._share:
             self._spare -= 1
 

@@ -1,17 +1,18 @@
 """Plans moves of partitions between servers, so that all servers have about the same load.
 
-A move pauses every client of the partition, so partitions move only if the gain is worth this.
+A move pauses every client of the partition. So partitions move only if the gain is worth this
+pause.
 
 Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
     2. Partitions move from a server with a load above the servers' average, the source, to the
        least loaded server, the target. The gain of a move is the decrease of the greater of their
        two loads.
-       - A rebalancing begins only if the load of the source is more than a quarter above the
-         average, and the gain is more than an eighth of the average. Both must hold for
-         `sustained_ms`, so that noise and short peaks are ignored.
-       - For `rebalancing_ms` after that, a gain of more than a twentieth is sufficient, so that the
-         rebalancing is completed.
+       - A rebalancing begins only under two conditions: the load of the source is more than a
+         quarter above the average, and the gain is more than an eighth of the average. Both
+         conditions must hold for `sustained_ms`, so that noise and short peaks are ignored.
+       - For `rebalancing_ms` after the beginning, a gain of more than a twentieth of the average is
+         sufficient, so that the rebalancing is completed.
        - Each move makes the loads of two servers more even. So with constant loads, the moves end.
     3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
        one time.
@@ -21,7 +22,8 @@ Rules:
        names the next owner.
     6. Even during a rebalancing, a server is a source only after it was overloaded for
        `sustained_ms`. Reason: servers publish their loads one after the other. When all servers
-       continue after a pause, the first one to publish seems overloaded for a moment.
+       continue after a pause, the first server that publishes its loads seems overloaded for a
+       moment.
 """
 
 from collections.abc import Collection, Mapping
@@ -71,7 +73,7 @@ class Balancer:
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 
     def reset_history(self) -> None:
-        """Reset the history after a gap in the observed loads (rules 2 and 6)."""
+        """Forget earlier observations after a gap in the observed loads (rules 2 and 6)."""
         self._uneven_since_ms = None
         self._overloaded_since_ms = {}
 
@@ -113,8 +115,8 @@ class Balancer:
         ready_sources = {
             each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms
         }
-        # The moves are planned again with the ready sources only (rule 6). It is not sufficient to
-        # select moves of the first plan: one move may depend on a move from another source.
+        # The moves are planned again with the ready sources only (rule 6). A selection of moves of
+        # the first plan is not sufficient, because a move may depend on a move from another source.
         return self._compute_moves(
             server_loads, {each for each in movable if owners[each] in ready_sources}
         )
@@ -206,8 +208,8 @@ def _move_between(
 ) -> _BalanceMove:
     """Return the move that makes the loads of two servers most even.
 
-    The move contains several partitions whose total load is at most half of the difference of the
-    loads, or a single partition.
+    The move contains a single partition, or several partitions. The total load of several
+    partitions is at most half of the difference of the loads.
     """
     capacity = (source_load - target_load) / 2
     moved_partitions: list[PartitionId] = []
@@ -221,8 +223,8 @@ def _move_between(
         if moved + load <= capacity:
             moved_partitions.append(partition_id)
             moved += load
-    # The source keeps the greater load if at most half of the difference moves. Then the gain is
-    # the whole moved load.
+    # If at most half of the difference moves, the source keeps the greater load. In this case, the
+    # gain is the whole moved load.
     return (
         best_move
         if best_move.gain >= moved

@@ -1,7 +1,7 @@
 """Allocates the client IDs that servers issue (decision 048, AC 9).
 
 The node `R/x/client` counts the IDs, from `FIRST_ISSUED_ID` on. No ID is allocated twice: if the
-outcome of a write is unknown, the IDs that it may have allocated are skipped.
+outcome of a write is unknown, the IDs of this write are skipped.
 """
 
 from contextlib import suppress
@@ -66,7 +66,7 @@ class IssuedIds:
         return self._nodes.paths.issued_client_ids
 
     async def _read(self) -> tuple[int, int | None]:
-        """Return the last allocated ID and the node's version (None: there is no node yet)."""
+        """Return the last allocated ID, and the node's version (None if there is no node yet)."""
         node = await self._nodes.znodes.get(self._path)
         if node is None:
             return BEFORE_FIRST_ISSUED_ID, None

@@ -8,9 +8,9 @@ Rules:
        load of zero. So the first loads of a partition are already usable, but less exact.
     2. A server publishes its loads in its ephemeral node `R/x/load/ID`. No other process writes
        this node, and Waltz 0.13 neither writes nor reads such nodes.
-    3. The leader uses a load only after it was measured for a whole window. Until then, a partition
-       that has just moved keeps its previous load. Otherwise its new server would seem idle, and
-       would get more partitions.
+    3. The leader uses a load only after a server has measured this load for a whole window. Until
+       then, a partition that has just moved keeps its previous load. Without this rule, the new
+       server of the partition would seem idle, and would get more partitions.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -5,18 +5,18 @@ Three components use this module (decision 027): each server, which tries to con
 and the doctor.
 
 Rules:
-    1. Each server publishes in the ephemeral node `R/x/reach/ID` which other servers it has
-       connected to. A server with an open partition is a *witness*: the open partition proves that
-       its network and its TLS settings work. A witness also publishes which servers it cannot
-       connect to. Waltz 0.13 neither writes nor reads these nodes.
+    1. Each server publishes, in the ephemeral node `R/x/reach/ID`, the other servers to which it
+       has connected. A server with an open partition is a *witness*: the open partition proves that
+       its network and its TLS settings work. A witness also publishes the servers to which it
+       cannot connect. Waltz 0.13 neither writes nor reads these nodes.
     2. A server is unreachable for a witness after `FAILURES_MIN` failed attempts in a row, over at
        least `FAILING_MS`. It is reachable again after a connection has lasted for `STABLE_MS`.
-    3. A server to which no witness can connect owns no partitions. Exception: another server in the
-       current assignment has connected to it. The exception prevents the following: after a restart
-       of all storages, the first witness is a server that is cut off from the others, and excludes
-       them all.
+    3. A server to which no witness can connect owns no partitions. Exception: the server may own
+       partitions if another server in the current assignment has connected to it. Without this
+       exception, the following could happen: after a restart of all storages, the first witness is
+       a server that is cut off from the others, and excludes them all.
     4. A server that is new owns no partitions before a witness has connected to it.
-    5. If no other server is a witness, rules 3 and 4 do not exclude a server. If these rules
+    5. Rules 3 and 4 exclude a server only if at least one other server is a witness. If these rules
        exclude all servers, all servers may own partitions.
 """
 

@@ -4,9 +4,9 @@ All processes read the live servers. Only the live server with the smallest ID, 
 partitions.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
-    1. An assignment is settled while its `cversion` equals the child version of its node: then it
-       was written for exactly the registered servers. Only settled assignments are passed to
-       callbacks.
+    1. An assignment is settled while its `cversion` equals the child version of its node. A settled
+       assignment was written for exactly the registered servers. Only settled assignments are
+       passed to callbacks.
     2. The leader computes the assignments. Exceptions: a server that changes its own preferences,
        or hands over a partition, writes the new assignment itself. Each assignment is written at
        the version that was read; after a conflict, the state is read again.
@@ -106,7 +106,7 @@ class _MembershipNodes(NamedTuple):
 
 
 class Membership:
-    """The live servers, as one process reads them, and its own registration if it is a server."""
+    """The live servers, as one process reads them; for a server, also its own registration."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
@@ -170,8 +170,8 @@ class Membership:
         """Change the preferred partitions of this server, and write a new assignment at once.
 
         Registration and assignment change in one write, so that no process sees only one of the two
-        changes. Rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
-        possible; nothing has changed then.
+        changes. Rule 5 may delay this write. If the write is not possible, nothing has changed, and
+        the method raises CoordinatorUnavailable.
         """
         partition_count = await self._read_partition_count()
         old_descriptor = self._descriptor
@@ -283,7 +283,7 @@ class Membership:
         )
 
     async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
-        """Delete the node of a server whose process is known to be dead, if the node still exists.
+        """Delete the node, if it still exists, of a server whose process is known to be dead.
 
         Without this call, the server's partitions would move only some seconds later, when its
         session ends. Safety does not depend on this deletion, but on fencing. Raises
@@ -306,8 +306,9 @@ class Membership:
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Assign a partition of this process to another live server.
 
-        The same write removes this server's preference for the partition. Otherwise the next
-        assignment would give the partition back. `change_preferences` can set the preference again.
+        The same write removes this server's preference for the partition. Without this removal, the
+        next assignment would give the partition back to this server. `change_preferences` can set
+        the preference again.
 
         Returns False if there is no other server, or if this process does not own the partition any
         more. Raises CoordinatorUnavailable if ZooKeeper does not answer.
@@ -383,7 +384,7 @@ class Membership:
         return _servers_view(await self._read_membership(), partition_count)
 
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view, and if no server is live, until cancelled.
+        """Call back with each settled view (rule 1), and if no server is live, until cancelled.
 
         While this process is registered, this method also keeps it registered. If this process is
         the leader, the method also computes the assignments (rules 1 and 2).

@@ -1,10 +1,10 @@
 """The bytes of `R/x/access`: the permissions of a cluster as strict JSON (decision 048).
 
 Rules:
-    1. The node is unreadable if it contains an unknown, missing or duplicate key, a value of
-       another type, or a name or range outside of its limits. A daemon that cannot read the node
-       keeps its permissions (AC 6). Otherwise an older version would ignore a part that it does not
-       understand, and could grant too much.
+    1. The node is unreadable if a key is unknown, missing or duplicate, if a value has another
+       type, or if a name or range is outside of its limits. A daemon that cannot read the node
+       keeps its permissions (AC 6). Reason: if an older version ignored a part that it does not
+       understand, it could grant too much.
     2. Two principals are reserved: `anonymous` may have grants and limits, and `other` is only a
        label of metrics. Neither of them may have a token.
 """

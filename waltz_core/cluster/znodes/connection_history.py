@@ -1,11 +1,11 @@
 """Records when ZooKeeper became unavailable, and when it became available again.
 
-Health checks use this history. The leader uses it, too: after an outage, it waits for servers that
-may register again.
+Health checks use this history. The leader uses this history, too: after an outage, the leader waits
+for servers that may register again.
 
 Rules:
-    1. If a lost connection is replaced within `OUTAGE_MS_MIN`, this is not an outage. Only one node
-       of the ensemble has failed, and this ends no session.
+    1. If a lost connection is replaced within `OUTAGE_MS_MIN`, this is not an outage. In this case,
+       only one node of the ensemble has failed, and this failure ends no session.
     2. The first connection of a process does not end an outage.
 """
 

@@ -9,8 +9,8 @@ Rules for implementations:
        raises `errors.CoordinatorConflict` and has changed nothing. A write whose answer was lost
        raises `errors.CoordinatorOutcomeUnknown`. A write that was never sent raises
        `errors.CoordinatorUnavailable`.
-    2. A watch is a signal: it is set when data that was read with it may have changed, and at each
-       change of the session's state. Early and unnecessary signals are harmless.
+    2. A watch is a signal: it is set when data that was read with this watch may have changed, and
+       at each change of the session's state. Early and unnecessary signals are harmless.
     3. Signals and state callbacks arrive on the thread of the caller's event loop.
 """
 
@@ -141,10 +141,10 @@ class Znodes(Protocol):
         """Set a signal after `after_ms` milliseconds."""
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node (None: missing); its change, creation or deletion sets the signal."""
+        """Read a node, None if it is missing; its change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of a node's children (None: no such node); a change sets the signal."""
+        """Read a node's child names, None if the node is missing; a change sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; return the nodes' new versions (NO_NODE if deleted)."""
@@ -170,7 +170,7 @@ class Znodes(Protocol):
         """
 
     async def reset_access_list(self, path: str) -> None:
-        """Give a node the access list of a new node, if the session has credentials.
+        """Set a node's access list to the list of a new node, if the session has credentials.
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """

@@ -7,11 +7,11 @@ must not change. No other module encodes or decodes these nodes. The layouts are
 Rules:
     1. Integers are big-endian; a structure starts with its version byte.
     2. For any bytes, a decoder returns a value or raises `errors.BadFormat`, and no other
-       exception. It checks a count against the remaining bytes before it allocates memory. Bytes
-       after the end of the value are an error.
+       exception. Before a decoder allocates memory, it checks each count against the remaining
+       bytes. Bytes after the end of the value are an error.
     3. Strings are "modified UTF-8" after an unsigned 16-bit length.
-    4. Maps keep the order in which they were decoded, so that decoding and encoding returns the
-       same bytes.
+    4. Maps keep the order in which they were decoded. Therefore a value that is decoded and encoded
+       again has the same bytes.
 """
 
 import struct
@@ -127,8 +127,8 @@ class PartitionAssignment:
 
     Node `R/serverDescriptors`: byte 3, int32 cversion, int32 partition count, int32 n, n x server.
     A server is int32 ID, int32 m, m x (int32 partition, int32 generation). The assignment is in
-    force while `cversion` equals the child version of the node: then it was computed for exactly
-    the registered servers.
+    force while `cversion` equals the child version of the node, that is, while exactly those
+    servers are registered for which it was computed.
     """
 
     cversion: int = NO_CVERSION
@@ -335,8 +335,9 @@ class MarkerState(Enum):
 class ArchivedMark(NamedTuple):
     """The range of a partition that is in the archive: IDs `first`..`last` (decision 047).
 
-    `last` is the last ID of a batch, which has this chain and commit stamp. `manifest` is the name
-    of the manifest that lists the objects, with the CRC-32 of its bytes.
+    `last` is the last ID of a batch. `chain` and the commit stamp are those of this batch.
+    `manifest` is the name of the manifest that lists the objects, with the CRC-32 of the manifest's
+    bytes.
     """
 
     last: TransactionId
@@ -357,9 +358,9 @@ class PartitionMarker:
     16 bytes chain, int64 commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the
     manifest.
 
-    The marker and the partition's metadata change in the same atomic write. The nonce distinguishes
-    two servers with the same session ID, which can occur after ZooKeeper was restored from an old
-    copy. The nonce is valid only while `session_id` is the session of the metadata.
+    The marker and the partition's metadata change in the same atomic write. After ZooKeeper was
+    restored from an old copy, two servers can have the same session ID. The nonce distinguishes
+    these servers. The nonce is valid only while `session_id` is the session of the metadata.
     """
 
     state: MarkerState

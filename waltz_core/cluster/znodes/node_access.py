@@ -112,7 +112,7 @@ class ClusterNodes:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text in a node is a number of at most 19 digits; `int` raises for long ones."""
+    """Whether a text is a number of at most 19 digits; `int` raises for very long numbers."""
     return _NUMBER.fullmatch(text) is not None
 
 

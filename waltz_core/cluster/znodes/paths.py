@@ -5,10 +5,10 @@ not change.
 
 Rules:
     1. Extensions are below `R/x`, which Waltz 0.13 ignores.
-    2. A partition's node is named by its number in decimal, a storage's node by its address, which
-       has no "/".
-    3. Each row declares the readers of the node and the permissions of members, for a cluster with
-       two users of ZooKeeper (`zookeeper/credentials.py`; decision 048, AC 13).
+    2. The name of a partition's node is the number of the partition, in decimal. The name of a
+       storage's node is the address of the storage, which has no "/".
+    3. For a cluster with two users of ZooKeeper, each row declares the readers of the node and the
+       permissions of members (`zookeeper/credentials.py`; decision 048, AC 13).
 """
 
 from dataclasses import dataclass

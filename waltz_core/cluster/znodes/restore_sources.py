@@ -2,7 +2,7 @@
 
 Up to the restored end, the source cluster and the restored cluster have the same log. So a position
 in the source cluster, such as the offset of a Spark checkpoint, is also valid in the restored
-cluster, unless it is after this end.
+cluster, if the position is not after this end.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class RestoreSources:
     marks: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
     def includes(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
-        """Whether this cluster contains the log of a source cluster up to these marks."""
+        """Whether this cluster has the same log as a source cluster up to these marks."""
         ends = self.marks.get(cluster_key)
         return ends is not None and all(
             mark <= ends.get(partition, -1) for partition, mark in marks.items()

@@ -1,9 +1,9 @@
 """Merges identical requests: callers that arrive before a request is sent share its answer.
 
-A server that takes over hundreds of partitions would send ZooKeeper the same request for each of
-them. But each caller needs an answer that is not older than its call. Therefore one request serves
-only the callers that arrived before the request was sent. Callers that arrive while the request is
-in flight share the next request.
+Without this class, a server that takes over hundreds of partitions would send ZooKeeper the same
+request for each partition. But each caller needs an answer that is not older than its call.
+Therefore one request serves only the callers that arrived before the request was sent. Callers that
+arrive while the request is in flight share the next request.
 """
 
 import asyncio

@@ -10,8 +10,8 @@ Rules:
        or changed meanwhile are read again and deleted. If nodes keep reappearing, the deletion
        fails.
     3. Neither nodes outside of the root nor other clusters below the root are deleted. A root that
-       is not a cluster is deleted only if it has no data, and only the children of an unfinished
-       cluster.
+       is not a cluster is deleted only if the root has no data, and has only the children of an
+       unfinished cluster.
 """
 
 from collections.abc import Callable

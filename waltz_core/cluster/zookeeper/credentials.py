@@ -1,8 +1,8 @@
 """Parses the auth file: the process's user at ZooKeeper, and the permissions of its nodes.
 
-A connect string appears in process lists, logs, Spark plans and configuration files. Therefore it
-contains no secret, but the path of the auth file. Error messages name a line of this file, and
-never show its content.
+A connect string appears in process lists, logs, Spark plans and configuration files. Therefore the
+connect string contains no secret, but the path of the auth file. Error messages name a line of this
+file, and never show the content of the line.
 
     digest:waltz:a long password       the first line: scheme, user, password of this process
     members:digest:waltz:a password    in an administrator's file: the members' user
@@ -22,8 +22,8 @@ Rules:
        grant at most the permissions of members.
     3. A line for "world" never applies to R/x/access and R/x/audit, because these nodes contain
        permissions, keys and the audit log.
-    4. An administrator's session also logs in as the members' user. So it may change nodes that
-       this user created when it was the only one.
+    4. An administrator's session also logs in as the members' user. So this session may also change
+       nodes that this user created while it was the only user.
     5. Empty lines, and lines that begin with "#", are ignored.
 """
 

@@ -2,8 +2,8 @@
 
 Rule:
     1. One damaged node must not end every server or storage. So a process that has read valid data
-       before keeps this data, logs the error, and reads again after a pause. A process that has no
-       valid data yet cannot work, and exits with the error.
+       before keeps this data, logs the error, and reads again after a pause. A process that has
+       never read valid data cannot work, and exits with the error.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ async def follow_despite_bad_nodes(
     follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
     callback: Callable[[ViewT], None],
 ) -> Never:
-    """Follow nodes in ZooKeeper like `follow`, even after nodes that cannot be read (rule 1).
+    """Follow nodes in ZooKeeper like `follow`, but continue after unreadable nodes (rule 1).
 
     Raises:
         BadFormat, BadRequest: the process has no valid data yet.

@@ -10,8 +10,8 @@ Rules:
     2. This module stores the session timeout that ZooKeeper has granted, because kazoo does not
        report it.
     3. While the event loop hangs, kazoo's thread sends no heartbeat and opens no connection, so
-       that the session expires (`watchdog.py`). All other requests come from the loop, so none of
-       them is sent either.
+       that the session expires (`watchdog.py`). All other requests come from the loop, so a hanging
+       loop sends no request either.
     4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
        `gaierror`. Without this rule, kazoo's thread would end permanently if the process has no
        file descriptor left.

@@ -7,8 +7,8 @@ Rules:
     1. The event loop calls `beat` regularly. Before each heartbeat to ZooKeeper, the thread that
        keeps the session alive queries the watchdog.
     2. The thread may not send a heartbeat if the loop has not called `beat` for a session timeout.
-       The session then expires, and the partitions move, between 5/3 and 7/3 of a session timeout
-       after the last call of `beat`.
+       Then the session expires, and the partitions move. This happens between 5/3 and 7/3 of a
+       session timeout after the last call of `beat`.
     3. A process that was stopped as a whole, by SIGSTOP or in a paused virtual machine, does not
        count as hanging. A long gap between two checks of the thread shows that the thread itself
        was stopped. After such a gap, the thread may send one heartbeat, and the loop must call

@@ -6,7 +6,7 @@ interface `znodes.Znodes` run with this module and with a real ZooKeeper.
 Rules:
     1. No method waits: each returns or raises at once.
     2. Watches fire after the write is complete, in the order in which they were set.
-    3. If a callback writes, the watches of this write fire after those that are already due.
+    3. If a callback writes, the watches of this write fire after the watches that are already due.
     4. Time does not advance until `advance` is called.
 """
 
@@ -177,8 +177,8 @@ class MemoryZooKeeper:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent is ephemeral")
         path = operation.path
         if operation.is_sequential:
-            # The number of children that were ever created. cversion also counts the deleted
-            # children.
+            # The number of children that were ever created. `cversion` counts these and also the
+            # deleted children.
             parent_path = _parent(operation.path)
             created_count = (parent.cversion + len(self.child_names(parent_path))) // 2
             path += f"{created_count:010d}"
@@ -210,7 +210,7 @@ class MemoryZooKeeper:
         for path in changed_paths:
             for session in self._sessions:
                 self._signals_to_set.extend(session.watches.of_data.pop(path, ()))
-                # NB: a change of a child's data also sets these signals, which is unnecessary but
+                # NB: a change of a child's data also sets these signals. This is unnecessary, but
                 # harmless.
                 self._signals_to_set.extend(session.watches.of_children.pop(_parent(path), ()))
         if self._is_setting_signals:

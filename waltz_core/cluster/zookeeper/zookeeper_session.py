@@ -5,8 +5,8 @@ no other module needs locks. The code of `kazoo_connection.py` runs on kazoo's t
 
 Rules:
     1. kazoo's callbacks only pass results to the event loop, by `call_soon_threadsafe`.
-    2. A write is sent only while there is a connection, and otherwise waits for one. So if a write
-       times out without a connection, it was certainly never sent.
+    2. A write is sent only while there is a connection. Without a connection, the write waits. So
+       if a write times out without a connection, it was certainly never sent.
     3. Every wait has a timeout. If ZooKeeper does not answer a write that was sent, the outcome of
        the write is unknown. A read without an answer has failed.
     4. kazoo never gets version -1, which would mean "any".
@@ -75,7 +75,7 @@ from waltz_core.config.connect_string import ConnectString, parse_connect_string
 CONNECT_TIMEOUT_MS = 10_000
 SESSION_TIMEOUT_MS = 10_000
 REQUEST_TIMEOUT_MS = 10_000
-# The nodes of a watch are read again after this time, in case the watch was lost.
+# After this time, the nodes of a watch are read again, because the watch may have been lost.
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
 RECONNECT_DELAY_S_MAX = 0.5
@@ -199,8 +199,8 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
 class ZooKeeperSession:
     """One session; implements `znodes.Znodes`.
 
-    The session belongs to the event loop that opened it. `root` is the root of the cluster; the
-    access list of a node depends on its path below the root.
+    A session belongs to the event loop that opened this session. `root` is the root of the cluster;
+    the access list of a node depends on its path below the root.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class ZooKeeperSession:
                 self._client.close()
             _call_soon(loop, stopped.set)
 
-        # A separate thread, because the end of the event loop would wait for a thread of its pool.
+        # A separate thread, because at its end, an event loop waits for the threads of its pool.
         try:
             threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
         except RuntimeError:  # Python 3.12 and later start no thread during exit.
@@ -566,7 +566,7 @@ class ZooKeeperSession:
             raise self._wrong_user_error(_wrong_auth_file_message(self._credentials.user.name))
 
     async def check_administrator(self) -> None:
-        """Raise BadConfig unless the auth file has the users that a changing command needs."""
+        """Raise BadConfig if the auth file lacks a user that a changing command needs."""
         self.check_not_member()
         credentials = self._credentials
         if credentials is None or not credentials.has_one_user:
@@ -631,7 +631,7 @@ class ZooKeeperSession:
 
 
 def _utc_now() -> str:
-    """Return the time in UTC, because the log format of an application may not contain it."""
+    """Return the time in UTC, because an application's log format may not contain the time."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

@@ -1,8 +1,8 @@
 """Checks whether the caller of a request is an administrator of the cluster.
 
 Normally, servers and storages (the members of the cluster) check the token and the permissions of
-the caller. The gateway checks them itself in two cases: if a change uses the gateway's user in
-ZooKeeper, and if no member answers.
+the caller. The gateway checks the token and the permissions itself in two cases: if a change uses
+the gateway's user in ZooKeeper, and if no member answers.
 """
 
 from typing import Final
@@ -18,7 +18,7 @@ _REQUIRED: Final = Requirement((ADMINISTER,), Scope.ALL, needs_all=True)
 
 
 def check_administrator(permissions: Permissions, token_hash: str, action: str) -> str:
-    """Return the principal of a token; an empty hash is a caller without a token.
+    """Return the principal of a token; a caller without a token has an empty hash.
 
     Raises:
         AuthenticationFailed: the token is not valid.

@@ -36,7 +36,7 @@ class ParameterKind(Enum):
 
 
 class ChangeParameter(NamedTuple):
-    """One parameter: its name, its keyword in the function, and its option (none: an argument)."""
+    """One parameter: name, keyword in the function, and option. An argument has no option."""
 
     name: str
     keyword: str
@@ -241,7 +241,7 @@ def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
 
 
 def change_in_command(command: str) -> dict[str, Any] | None:
-    """Return the change for the command of a finding; None if the console does not offer it.
+    """Return the change for the command of a finding; None if the console has no such change.
 
     A placeholder in the command becomes an empty argument.
     """

@@ -7,13 +7,14 @@ Rules (decision 069):
     2. ZooKeeper is read through the session of the gateway (`snapshot_reader.py`). If ZooKeeper
        does not answer, the view contains the members of the last read, and the error.
     3. A query waits only `TIMEOUT_S` for each answer, so that the page shows a failure within
-       seconds. It causes no reads of records on storages.
+       seconds. A query causes no reads of records on storages.
     4. Concurrent requests of one caller share one answer or error. The answer is reused for a short
        time, at least for as long as the query took. So many open pages cause no more queries than
        one page.
     5. If no member answers, no member has checked the token of the caller. In this case, the
        gateway itself checks that the caller's principal may administer all partitions.
-    6. Findings do not contain paths of the gateway's files; commands contain placeholders instead.
+    6. Findings do not contain paths of the gateway's files; the commands in findings contain
+       placeholders instead of these paths.
 """
 
 import asyncio
@@ -123,7 +124,8 @@ class ClusterViewer:
             PermissionDenied, AuthenticationFailed: the caller has no permission.
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
         """
-        # NB: this call is not in the task group, which would wrap its error in an ExceptionGroup.
+        # NB: this call is not in the task group, because the group would wrap an error in an
+        # ExceptionGroup.
         snapshot, error = await self._reader.read()
         async with asyncio.TaskGroup() as tasks:
             zookeepers = tasks.create_task(query_zookeeper_servers(self._address, TIMEOUT_S))
@@ -198,7 +200,7 @@ class ClusterViewer:
 
 
 def _has_answer(cluster: ClusterFacts) -> bool:
-    """Return whether a member has answered the caller, and so has checked its token."""
+    """Return whether a member has answered the caller, and so has checked the caller's token."""
     storages = cluster.storages.values()
     return any(not member.failure for member in cluster.servers.values()) or any(
         not member.failure and not member.admin_failure for member in storages
@@ -316,8 +318,8 @@ def _partition_state(condition: PartitionCondition, available: int) -> str:
     """Return the state of a partition; `available` is its number of available replicas.
 
     An owner without a quorum keeps its session open for a while, but cannot confirm a high-water
-    mark. If it confirms a mark, the partition has a quorum, even if the gateway itself cannot
-    connect to the storages.
+    mark. If the owner confirms a mark, the partition has a quorum, even if the gateway itself
+    cannot connect to the storages.
     """
     if condition.owner is None:
         return "no_owner"

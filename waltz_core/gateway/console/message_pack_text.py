@@ -16,8 +16,8 @@ JSON has no form for some values of MessagePack. They become objects with a key 
 Rules:
     1. Only a payload that is one map or array is recognized as MessagePack. Single numbers and
        texts are not recognized, because most bytes are valid small integers.
-    2. Before a length is used, it is compared with the number of remaining bytes. An element takes
-       at least one byte, so a short payload cannot claim a large count.
+    2. Before a length is used, it is compared with the number of remaining bytes. Each element
+       takes at least one byte, so a short payload cannot claim a large number of elements.
     3. The reader stops when the text has reached its limit. It does not check the bytes after
        this position.
     4. At most `DEPTH_MAX` levels are nested. The key of a map must not be a map or an array.
@@ -63,7 +63,7 @@ class _NotMessagePack(ValueError):
 
 
 def message_pack_to_json(data: bytes, *, characters_max: int) -> tuple[str, bool] | None:
-    """Return a payload as JSON text, and whether values are missing at its end (rule 3).
+    """Return a payload as JSON text, and whether the text lacks values at its end (rule 3).
 
     The text may be longer than `characters_max`, because it may contain escaped characters. Returns
     None if the payload is not one map or array in MessagePack (rule 1).
@@ -97,7 +97,7 @@ class _Reader:
         return self._characters_left <= 0
 
     def read_value(self, depth: int) -> Any:  # noqa: ANN401 - any JSON value
-        """Return the next value; if the text is full, the end of a container is missing."""
+        """Return the next value; if the text is full, a map or array lacks its last values."""
         code = self._take(1)[0]
         self._characters_left -= 2  # a short value and a comma
         if _is_container(code):

@@ -18,8 +18,8 @@ Rules:
     1. Every payload has a text: no payload raises an error.
     2. A text has at most `bytes_max` bytes in UTF-8, and no unpaired surrogate. If the text does
        not show the complete payload, `is_shortened` is true.
-    3. The work is bounded by `bytes_max`, apart from copies of the payload, and from one
-       decompression of at most 4 MiB. Neither the schema registry nor encryption keys are used.
+    3. `bytes_max` bounds the work, apart from copies of the payload, and from one decompression of
+       at most 4 MiB. Neither the schema registry nor encryption keys are used.
     4. A payload over `bytes_max` is never `json`, because a part of a JSON text is not valid JSON.
 """
 
@@ -155,7 +155,8 @@ def _reject_constant(word: str) -> NoReturn:
     raise ValueError(word)
 
 
-# Numbers are not converted: a conversion of many digits is slow, and Python limits their number.
+# Numbers are not converted: a conversion of many digits is slow, and Python limits the number of
+# digits.
 _JSON_DECODER: Final = json.JSONDecoder(
     parse_int=len, parse_float=len, parse_constant=_reject_constant
 )

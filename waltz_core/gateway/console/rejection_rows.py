@@ -1,4 +1,4 @@
-"""The latest rejections of a partition, with the clients of the transactions that caused them."""
+"""The latest rejections of a partition, with the client of each winning transaction."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,8 +10,8 @@ from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.records.record import REQ_ID, PartitionId, ReqId, TransactionId
 
-# The maximum number of rejections for which the winner's client ID is read, with one request for
-# each. The page shows the newest rejections first.
+# The maximum number of rejections for which the gateway reads the winner's client ID. Each of these
+# reads is one request. The page shows the newest rejections first.
 WINNERS_MAX: Final = 20
 
 

@@ -5,13 +5,13 @@ Rules (decision 069):
        the caller. With access control, the caller's principal must have the verb `administer` for
        all partitions. Immediately before the change begins, the gateway reads the current
        permissions from ZooKeeper.
-    2. Without access control, the gateway must not have a user in ZooKeeper, because every caller
-       could then act as this user.
+    2. Without access control, the gateway must not have a user in ZooKeeper. Reason: every caller
+       could act as this user.
     3. Requests to servers and storages contain the token of the caller, as everywhere in the
        gateway.
     4. A change has an audit entry with the caller's principal, and continues when the page is
        closed. When the gateway stops, the change is interrupted. If the user starts the same change
-       again, it continues after the completed steps.
+       again, the change continues after the completed steps.
     5. While a change is running, the gateway does not start the same change again, because a
        browser may send a request twice.
     6. At shutdown, the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log.
@@ -90,7 +90,7 @@ class ConsoleChange:
 
 @dataclass(slots=True)
 class ConsoleChanges:
-    """The changes of one gateway: those that run, and the latest that have ended."""
+    """The changes of one gateway: the running changes, and the latest finished changes."""
 
     connect: str
     coordinator: Callable[[], Coordinator]  # of the gateway's session, for reads
@@ -117,8 +117,8 @@ class ConsoleChanges:
             principal = ANONYMOUS
         else:
             principal = check_administrator(permissions, caller.token_hash, "change the cluster")
-        # This check comes last, because only administrators may see an error about the gateway's
-        # user in ZooKeeper.
+        # This check is the last one, because only administrators may see an error about the
+        # gateway's user in ZooKeeper.
         await coordinator.check_administrator()
         return principal
 

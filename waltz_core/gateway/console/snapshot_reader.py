@@ -1,10 +1,12 @@
 """Reads the state of the cluster in ZooKeeper, for all callers of the console together.
 
 Rules:
-    1. Only one read runs at a time. After each read, there is a pause as long as the read, up to
-       `PAUSE_S_MAX`. So many callers cause no more load on ZooKeeper than one caller.
-    2. A request waits for a read for a limited time, and then uses the result of the previous read.
-       The read continues, because a read of many partitions takes longer than a request may wait.
+    1. Only one read runs at a time. After each read, the reader pauses for the time that the read
+       took, but at most for `PAUSE_S_MAX`. So many callers cause no more load on ZooKeeper than one
+       caller.
+    2. A request waits for a read for a limited time. After this time, the request uses the result
+       of the previous read. The read continues, because a read of many partitions takes longer than
+       a request may wait.
     3. If a read does not end in time, one small read shows whether ZooKeeper answers.
 """
 
@@ -42,7 +44,7 @@ class SnapshotReader:
         self._permissions: Permissions | errors.BadConfig | None = None
 
     async def read(self) -> tuple[ClusterSnapshot, str]:
-        """Return the state in ZooKeeper; if it is from an earlier read, also return the error.
+        """Return the state in ZooKeeper; if the state is from an earlier read, also the error.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
@@ -64,7 +66,7 @@ class SnapshotReader:
         return self._snapshot, error
 
     async def known_permissions(self) -> "Permissions | None":
-        """Return the permissions of the last read; None: the cluster has no access control.
+        """Return the permissions of the last read; None if the cluster has no access control.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper was never read.

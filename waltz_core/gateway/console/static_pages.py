@@ -4,8 +4,8 @@ Rules:
     1. The files are read once, when the gateway starts. No other paths exist.
     2. Because of `CONTENT_SECURITY_POLICY`, the browser loads nothing from another origin, runs no
        inline script, and does not show the console in a frame of another page.
-    3. After an upgrade, the browser must load the new files. So each file has an `ETag`, with which
-       the browser checks its cached copy at each use.
+    3. After an upgrade, the browser must load the new files. So each file has an `ETag`. At each
+       use, the browser checks its cached copy with this `ETag`.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Pages of a partition's log for the transaction browser: forwards, backwards, and by time.
 
-A page contains up to `count` transactions, as dicts for JSON. With a header filter, it contains
-only matching transactions, but the server reads all transactions between them.
+A page contains up to `count` transactions, as dicts for JSON. With a header filter, a page contains
+only matching transactions, but the server also reads the transactions between them.
 
 Rules:
     1. The work of a request is bounded. It sends at most `FETCHES_MAX` queries for transactions,
@@ -18,8 +18,9 @@ Rules:
     5. A backward page ends at the first available transaction, even if transactions expire at the
        same time. A forward page that begins at an expired transaction raises BeforeLogStart.
     6. The text of a payload has at most `TEXT_BYTES_MAX` bytes. After the texts of a page have
-       reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. The first
-       transaction of a page always has its longest text, so a page of one transaction shows it.
+       reached about 512 KiB, each further text has at most `SHORT_TEXT_BYTES_MAX` bytes. This limit
+       does not apply to the first transaction of a page, so a page of one transaction shows the
+       longest text.
 """
 
 import asyncio
@@ -100,7 +101,7 @@ async def read_page_until(
     count: int,
     header_values: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Return the page of transactions that ends at an ID; None: at the end of the log.
+    """Return the page of transactions that ends at `last`; if None, at the end of the log.
 
     In the result, `previous` is the last ID of the previous page, or -1 if there is none. `next` is
     the ID after this page.
@@ -136,7 +137,7 @@ async def first_transaction_at(
     """Return the ID of the first available transaction that may be committed at or after a time.
 
     If all transactions are older, the ID is the high-water mark + 1. The answer also contains the
-    high-water mark, because the mark on the page may be old.
+    high-water mark, because the mark that the page shows may be outdated.
 
     Raises:
         RequestRejected: the time is out of range.
@@ -173,7 +174,7 @@ async def _read_log_ends(client: AsyncWaltzClient, partition: int) -> _LogEnds:
 
 
 def _available_start_in(error: errors.BeforeLogStart, known_first: int) -> int:
-    """Return the first available ID that an error states; raise the error if it is not new."""
+    """Return the first available ID in an error; raise the error if `known_first` is not lower."""
     if error.first_available <= known_first:
         raise error
     return error.first_available
@@ -230,7 +231,7 @@ class _PageFetches:
 
 
 class _BackwardSearch:
-    """Collects the transactions of a page in ascending order, from `end` to older IDs (rule 4).
+    """Collects a page in ascending order, but searches from `end` to older IDs (rule 4).
 
     After `run`, `end` is the ID before the page.
     """
@@ -244,7 +245,8 @@ class _BackwardSearch:
         self.first_available = first_available
         self.rows: list[_PageRow] = []
         # The size of the next window, in IDs. Without a filter, the search begins with one ID,
-        # because records may be large. With a filter, few records match.
+        # because records may be large. With a filter, it begins with more IDs, because few records
+        # match.
         self._size = _FILTERED_WINDOW_IDS if fetches.is_filtered else 1
         self._read_ids = 0
         self._read_bytes = 0
@@ -273,8 +275,8 @@ class _BackwardSearch:
     async def _read_window(self, low: int) -> list[_PageRow] | None:
         """Return the transactions of the window low..end.
 
-        Returns None if the window is too large, or if the log does not contain it any more. Sets
-        the size of the next window.
+        Returns None if the window is too large, or if the log does not contain the window any more.
+        Sets the size of the next window.
         """
         window_rows: list[_PageRow] = []
         first, chunk_ids = low, 0
@@ -295,7 +297,7 @@ class _BackwardSearch:
         return window_rows
 
     def _may_complete(self, ids: int, chunk_ids: int) -> bool:
-        """Whether the rest of a window fits the limits, if later queries return as many IDs."""
+        """Whether the rest of a window fits the limits, if each query returns `chunk_ids` IDs."""
         return self._fetches.may_continue and ids <= chunk_ids * self._fetches.left_count
 
     def _next_size(self, window_ids: int, chunk_ids: int) -> int:
