@@ -274,8 +274,8 @@ class ChaosCluster:
     def verify_archive(self) -> dict[str, Any]:
         """Return the output of `waltz-core archive verify --json`.
 
-        It runs in a separate process: the threads of pyarrow's client stay in the network namespace
-        in which they were started.
+        The command runs in a separate process, because the threads of pyarrow's client stay in the
+        network namespace in which they were started.
         """
         words = (
             "archive",
@@ -412,8 +412,8 @@ class ChaosCluster:
     def wait_until(description: str, condition: Callable[[], object], *, seconds: float) -> float:
         """Poll a condition until it holds; return the seconds that it took.
 
-        On a busy machine the time limit is longer, in proportion to the time that processes take.
-        Processes in another namespace cannot notify this one, so the condition is polled.
+        On a busy machine, the time limit is longer by the factor `machine_slowdown()`. Processes in
+        another namespace cannot notify this process, so the condition is polled.
         """
         began_s = time.monotonic()
         while not condition():

@@ -102,8 +102,8 @@ async def bytes_of_a_feed(
             return through
 
         async with AsyncWaltzClient.at(layout) as c:
-            # Otherwise the client would query ZooKeeper after the first mount, and bypass the
-            # counter.
+            # With its own lookup, the client would query ZooKeeper after the first mount, and
+            # bypass the counter.
             c.directory.owner = owner  # type: ignore[method-assign]
             await c.subscribe(callbacks, [partition], headers=headers)
             async with asyncio.timeout(TEST_TIMEOUT_S):
