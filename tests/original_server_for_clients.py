@@ -82,7 +82,7 @@ class Peer:
 
 
 class LockTable:
-    """Section 6: three slots a lock, of 30,000; active while a transaction is in flight."""
+    """Section 6: a lock uses three of 30,000 slots, active while a transaction is in flight."""
 
     def __init__(self, mark: int) -> None:
         self.marks = [mark] * LOCK_SLOTS

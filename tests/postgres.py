@@ -143,7 +143,7 @@ def run_postgres() -> Iterator[PostgresServer]:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     if user is None:
         pytest.skip(f"PostgreSQL does not run as root, and none of the users {SERVER_USERS} exists")
-    # A socket's path has a hundred characters at most, so it is not pytest's own directory.
+    # A socket's path has a hundred characters at most, so pytest's own directory is not used.
     directory = Path(tempfile.mkdtemp(prefix="waltz-postgres-"))
     os.chown(directory, user.pw_uid, user.pw_gid)
     postgres = PostgresServer(where, directory, user)

@@ -275,7 +275,7 @@ def run_until_power_loss(world, steps, fault_at):
 
 
 def run_until_error(world, fault):
-    """Run random operations with a planned fault; return the error and if in open or close."""
+    """Run random operations with a planned fault; return the error, and if open or close failed."""
     world.disk.plan_fault(world.disk.step_count + world.rng.randint(1, 60), fault)
     for _ in range(25):
         try:

@@ -231,7 +231,7 @@ class World:
         self.mounts.finish_mount(client, connection)
 
     def close(self) -> None:
-        """Break a connection: its client mounts on another one, and gets no answers on this one."""
+        """Break a connection: the client gets no answers on it, and mounts on another one."""
         client = self.rng.choice(list(self.connections))
         connection = self.connections[client]
         self.mounts.on_connection_closed(connection)

@@ -24,7 +24,8 @@ SCHEDULES_FOLDER = Path(__file__).parent / "regressions"
 
 
 def test_an_older_log_does_not_replace_the_log_of_a_session_missing_in_zookeeper(monkeypatch):
-    """The rows that the session reported as lost are on a replica outside it, and stay lost."""
+    """The rows that the session reported as lost are on a replica outside the session. They
+    stay lost."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Recovery, "exclusion_reason", lambda _self, _answer: None)

@@ -347,7 +347,7 @@ async def kept_ms(connect: str, write: str) -> int | None:
 
 
 def test_an_unnamed_write_is_remembered_while_it_runs(write: Write) -> None:
-    """`writeRetention` begins with the end of a write; its tasks may run for longer."""
+    """`writeRetention` begins with the end of a write; the write's tasks may run for longer."""
     wanted = {"connect": write.connect, "writeRetention": "1"}
     unnamed = str(WaltzBatchWriter(parse_write(wanted), SCHEMA)._job.write)
     assert asyncio.run(kept_ms(write.connect, unnamed)) == 365 * DAY_MS

@@ -73,8 +73,8 @@ class Disk:
 class ModelStorage:
     """One partition of one storage. `handle` answers requests after it has synced all writes.
 
-    One answer has a limited number of batches: `lineage_max` as entries, `range_batches_max` as
-    records.
+    One answer has at most `lineage_max` entries of batches, and the records of at most
+    `range_batches_max` batches.
     """
 
     def __init__(self, name, *, lineage_max, range_batches_max):

@@ -1239,7 +1239,7 @@ def test_a_proved_mark_includes_commits_during_the_proof() -> None:
 
 
 def test_an_opening_proves_the_mark_from_the_time_of_its_write() -> None:
-    """Another server may replace a server that is paused while its states are written."""
+    """If a server is paused while its states are written, another server may replace it."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
     world.report_from_store(replication.WriteMetadata(1, metadata, marker, 0, 0))

@@ -212,7 +212,7 @@ def test_only_a_provisional_mark_may_be_lowered(world):
     world.log.set_low_water_mark(1, 5, world.log.chain)
     world.log.prepare(2, NONCE)
     assert world.log.truncate(2, 2, 2, world.log.chain_at(2)) == (2, world.log.chain)
-    # The mark was removed with its records. Its session is still regarded as never opened.
+    # The mark was removed with its records. The mark's session still counts as never opened.
     assert (world.log.state().mark_confirmed, world.log.state().engaged_session) == (True, -1)
     world.log.set_low_water_mark(2, 2, world.log.chain)
     assert world.log.state().engaged_session == -1
