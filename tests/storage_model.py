@@ -53,9 +53,9 @@ def make_batches(first, counts, session, chain, rng, *, bytes_max=200):
 class ModeledLog:
     """A disk, a log on it, and the expected content of the log.
 
-    `records` and `entries` contain all that was written in the current history. The log has
-    reported all IDs up to `acked` as durable, has promised the session `floor`, and has confirmed
-    the mark `confirmed`. `cut_to` is the target of a truncation without an answer.
+    `records` and `entries` contain all that was written and not truncated. The log has reported all
+    IDs up to `acked` as durable, has promised the session `floor`, and has confirmed the mark
+    `confirmed`. `cut_to` is the target of a truncation without an answer.
     """
 
     rng: Random

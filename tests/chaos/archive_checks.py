@@ -167,7 +167,7 @@ def local_differences(local_logs: Iterable[tuple[str, dict[int, LocalLog]]], log
 
 
 def count_events(cluster: ChaosCluster) -> Counter[str]:
-    """Return how often each event of `EVENT_PATTERNS` was logged, or how many files it deleted."""
+    """Return the count of each of `EVENT_PATTERNS` in the logs, or of the files that it deleted."""
     counts: Counter[str] = Counter()
     for name in (*cluster.cluster_size.names("server"), *cluster.cluster_size.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")

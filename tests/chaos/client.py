@@ -49,7 +49,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def write(self, *lines: Sequence[Any]) -> None:
-        """Pass lines to the kernel before this returns: they survive a kill of this process."""
+        """Pass lines to the kernel before returning, so they survive a kill of this process."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with self._lock:
             self._file.write(text)

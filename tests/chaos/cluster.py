@@ -4,8 +4,9 @@
 default ports. So a link between two members can be cut without an effect on other links.
 
 Rules:
-    1. Every process ends when this process ends, for any reason: Linux kills it (by the signal of
-       the parent's death), even if it is paused. So only the main thread starts processes.
+    1. When this process ends for any reason, Linux kills all of its child processes, even paused
+       ones, by the signal of the parent's death. Linux sends this signal when the thread ends that
+       has started the child, so only the main thread starts processes.
     2. A member that ends by itself is an error, unless a fault has ended it (`unexpected_ends`).
        A member that found no ZooKeeper at its start is started again, as a supervisor does.
     3. On a simulated machine a storage has a small file system of its own, which can become full.

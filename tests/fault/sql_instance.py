@@ -57,8 +57,8 @@ class SumCallbacks(SqlCallbacks):
         total = connection.execute(
             sa.select(SUMS.c.total).where(SUMS.c.partition_id == partition)
         ).scalar_one()
-        # The new sum is computed from a value that was read before, which a concurrent writer may
-        # have changed.
+        # The new sum is computed from a value that was read before. A concurrent writer may have
+        # changed this value.
         connection.execute(
             SUMS.update()
             .where(SUMS.c.partition_id == partition)

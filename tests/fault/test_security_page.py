@@ -254,8 +254,8 @@ def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
             client.high_water_mark(0)
         if isinstance(caught.value, TlsFailed):
             break
-        # On a busy machine, the client may not have connected by then: the next client has more
-        # time.
+        # On a busy machine, the request may time out before the client has connected. The next
+        # client has more time.
     assert isinstance(caught.value, TlsFailed)
     with (
         WaltzClient(f"{connect}?tls={authorities}", PATIENT_CLIENT) as client,

@@ -32,9 +32,9 @@ OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
 # A busy machine delays a process for less than this time. A longer pause means that the process has
 # waited for a session.
 SESSION_MS = 3_000
-# The tests wait for commits while ZooKeeper is unavailable, so no append waits for ZooKeeper. In
-# addition, no pause is as long as a session. On a busy machine any process pauses, so this limit
-# grows with the load.
+# The tests wait for commits while ZooKeeper is unavailable. So these commits show that no append
+# waits for ZooKeeper. In addition, no pause between commits may be as long as a session. On a busy
+# machine any process pauses, so this limit grows with the load.
 GAP_S = SESSION_MS / 1000
 SETTINGS: dict[str, dict[str, object]] = {
     kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")

@@ -49,7 +49,7 @@ from waltz_core.wire.record_locations import (
 
 PROTOCOLS = (WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN)
 REQ_ID = ReqId(1, 1, 0, 1)
-# A reader requests a whole log: a range may state more transactions than any memory can hold.
+# A reader requests a whole log, so a range may state more transactions than any memory can hold.
 QUERY_LAST = 1 << 40
 
 

@@ -132,10 +132,10 @@ def test_a_storages_queue_may_hold_a_read_of_each_session():
 
 @pytest.mark.parametrize("seed", [77000331, 77000490, 1795815718683])
 def test_an_operator_completes_the_decision_of_a_command_that_died(seed):
-    """Before, ZooKeeper was rolled back to before the first session, or the faults had not ended.
+    """Also if ZooKeeper was rolled back to before the first session, or if faults had not ended.
 
-    In the last schedule, the command writes after the cluster has recovered, and does not die,
-    because no operator would run it again.
+    In the last schedule, the command writes after the cluster has recovered. Then no operator would
+    run the command again, so it does not die.
     """
     schedule = Schedule.from_json((SCHEDULES_FOLDER / f"{seed}.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good

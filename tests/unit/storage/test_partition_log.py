@@ -719,7 +719,8 @@ def test_a_truncation_stopped_by_a_wrong_index_is_completed_first(world):
     base = world.log.chain_at(5)
     with pytest.raises(DiskFailed, match=r"cannot truncate the log: .* wrong from record 6 on"):
         world.log.truncate(2, 5, 5, base)
-    # The intent is durable: the next opening would truncate the ten records of a session.
+    # The intent is durable. A session that kept all ten records would lose them at the next
+    # opening.
     with pytest.raises(DiskFailed, match="until it is opened again"):
         world.log.prepare(3, NONCE)
     world.crash()

@@ -464,7 +464,10 @@ def interrupted_openings(prepare, survival, info=INFO):
 
 
 def test_an_adoption_interrupted_at_any_step_keeps_the_records_of_0_13():
-    """Only the session shows that 0.13 has written, so the slot must not store it too early."""
+    """Only the session shows that 0.13 has written.
+
+    The slot must not store this session too early.
+    """
     more, lengths = make_run(5, [20] * 4)
 
     def run_0_13(disk):
