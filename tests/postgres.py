@@ -1,8 +1,8 @@
 """A real PostgreSQL server for tests, from the packages of this machine, on a Unix socket.
 
-It listens on no TCP port, and its directory is deleted after the tests. It syncs nothing, because
-these tests kill processes, not the machine. PostgreSQL does not run as root, so for root it runs as
-`postgres` or `nobody`.
+The server listens on no TCP port, and its directory is deleted after the tests. The server syncs
+nothing, because these tests kill processes, not the machine. PostgreSQL does not run as root. If
+root runs the tests, the server runs as `postgres` or `nobody`.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 Rules:
     1. A killed follower is started again, as a supervisor does.
-    2. The command `follow` never ends by itself. A Spark job may end with the error of a failed
-       job, after one of its processes or a member of the cluster was killed.
+    2. The command `follow` never ends by itself. If a process of a Spark job or a member of the
+       cluster was killed, the job may end with the error of a failed job.
     3. All processes of a Spark job are in one session of Linux. So the test finds and ends these
        processes without the driver of the job.
 """

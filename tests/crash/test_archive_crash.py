@@ -1,7 +1,7 @@
 """Crashes while a partition is archived in a directory: power is lost, or processes are killed.
 
-At each change by an archiver, an expiry or a collection, each state that a crash may leave is
-written to a real directory (`archive_recording.py`).
+An archiver, an expiry or a collection makes changes. At each change, the test writes each state
+that a crash may leave to a real directory (`archive_recording.py`).
 
 Rules, of decision 047:
     1. The archive has all files to which ZooKeeper refers: the manifest, its pages, and the objects

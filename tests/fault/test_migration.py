@@ -1,7 +1,8 @@
 """A cluster of Waltz 0.13 migrates to this version, and back (docs/compatibility.md).
 
-Files and nodes of 0.13 are written and read byte by byte from the description of their layout,
-with no code of this version (`tests/crash/layout.py`, docs/zookeeper.md).
+The tests write and read files and nodes of 0.13 byte by byte. For this, they use only the
+description of their layout (`tests/crash/layout.py`, docs/zookeeper.md), and no code of this
+version.
 """
 
 import shutil

@@ -2,7 +2,7 @@
 
     spark-submit --master spark://... cluster_job.py CONNECT RESULTS COUNT [OPTION=VALUE ...]
 
-It uses only the installed package. The last line of its output has the results.
+The job uses only the installed package. The last line of the job's output has the results.
 """
 
 import json

@@ -88,7 +88,7 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
 
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
-    """If it did, the rows of the new write would be regarded as committed."""
+    """If the process finished it, the rows of the new write would be regarded as committed."""
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
@@ -135,7 +135,7 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
 
 @run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
-    """If it did, both principals would use one ID.
+    """If the attempt replaced the client ID, both principals would use one ID.
 
     Then the next attempt of the other principal would not find its rows.
     """

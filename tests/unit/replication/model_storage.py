@@ -1,7 +1,7 @@
 """A modeled storage: promises, appends, reads and rejections as replication sees them.
 
-It replaces the real storage in `ReplicationWorld`. It has a few dozen records in memory, and fields
-for the state of a disk, which tests may set.
+This storage replaces the real storage in `ReplicationWorld`. It has a few dozen records in memory,
+and fields for the state of a disk. Tests may set these fields.
 """
 
 import struct
