@@ -119,7 +119,7 @@ class ModeledLog:
         self.entries = kept
 
     def check_after_crash(self):
-        """Check that the log has all acknowledged records, and no record that was not written."""
+        """Check that the log has all acknowledged records, and only records that were written."""
         log = self.log
         if self.cut_to is not None and log.max_id <= self.cut_to < self.max_id:
             # If a part of a truncation is visible, the model assumes the complete truncation.

@@ -50,7 +50,7 @@ def storage(scenario: Scenario, name: str, *words: str) -> tuple[str, ...]:
 
 
 class SmallDisks(NamedTuple):
-    """The directory of a cluster, and the disks of its storages or the reason for their absence."""
+    """The directory of a cluster, and the disks of its storages, or the reason why it has none."""
 
     directory: Path
     disks: list[SmallDisk]

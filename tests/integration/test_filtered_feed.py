@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 class Counter:
-    """A proxy between a client and a server that counts the bytes that the server sends."""
+    """A proxy between a client and a server; counts the bytes that the server sends."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")

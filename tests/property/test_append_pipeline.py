@@ -357,7 +357,7 @@ class World:
             assert row.mark < position, "NotAhead"
 
     def check_order(self) -> None:
-        """Check that the log has no row that a client sent after a lost row on the same mount."""
+        """Check that if a row is lost, the log has no later row of the same client and mount."""
         lost: set[ConnectionId] = set()
         for first in self.requests:
             mount = self.mount_of[first]

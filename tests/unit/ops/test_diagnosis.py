@@ -310,7 +310,7 @@ def test_a_storage_that_does_not_answer_is_reported(case):
 
 
 def test_the_doctor_waits_for_a_storage_that_is_starting(case):
-    """After a crash a storage first reads its logs, without a port; a restart would repeat this."""
+    """After a crash, a storage reads its logs before it has a port; a restart would repeat this."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, failure="refused", replicas={})

@@ -721,7 +721,8 @@ def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
     world = world_with_mount()
     mount = world.mount(BOB, B, feed=True)
     unknown_mount = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
-    # A client whose mount ended with an earlier ownership mounts again: it was not notified.
+    # A client was not notified that its mount had ended with an earlier ownership. So the client
+    # gets an error, and mounts again.
     assert world.error(unknown_mount) == errors.NotMounted.code
     world.send(B, messages.FeedRequest(mount, -2))
     ahead = world.send(B, messages.FeedRequest(mount, 7))
