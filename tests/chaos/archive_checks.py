@@ -167,7 +167,7 @@ def local_differences(local_logs: Iterable[tuple[str, dict[int, LocalLog]]], log
 
 
 def count_events(cluster: ChaosCluster) -> Counter[str]:
-    """Return the count of each of `EVENT_PATTERNS` in the logs, or of the files that it deleted."""
+    """Return for each of `EVENT_PATTERNS` how often it was logged, or how many files it deleted."""
     counts: Counter[str] = Counter()
     for name in (*cluster.cluster_size.names("server"), *cluster.cluster_size.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")

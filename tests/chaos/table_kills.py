@@ -17,8 +17,8 @@ Rules:
        other kills do not wait.
     3. The expected table is computed from the log alone. The log must have all acknowledged
        transactions.
-    4. The follower `found` infers the columns. For this follower, the payloads have structs, and
-       later structs have more fields.
+    4. The follower `found` infers the columns. For this follower, the payloads have structs that
+       gain fields over time.
 """
 
 import argparse

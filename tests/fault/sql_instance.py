@@ -2,7 +2,7 @@
 
 The process prints "ready" when its feeds have started, and runs until its input ends. After
 SIGUSR1, the process hangs in the next transaction that it applies, or with `--together` in the next
-batch of several transactions. It makes the changes, prints "inside", and commits nothing.
+batch of several. The process makes the changes, prints "inside", and commits nothing.
 """
 
 import argparse
