@@ -92,10 +92,11 @@ def write_archive(
     seed=0,
     folder=f"{PARTITION_ID}",
 ):
-    """Write a log of some objects, with a manifest and one page of its oldest `page_entries`.
+    """Write a log of objects, and a manifest with one page for its oldest `page_entries` objects.
 
     In each object, one batch has no commit time. The other batches have `FIRST_COMMIT_MS` plus one
-    second per object. The manifest omits batches of the sizes `unused` in the first object.
+    second per object. At its end, the first object also has batches of the sizes `unused`. The
+    manifest omits these batches.
     """
     manifest = Manifest(CLUSTER_KEY, PARTITION_ID, 0, 0, -1, GENESIS_CHAIN)
     records, lineage, chain = [], [], GENESIS_CHAIN

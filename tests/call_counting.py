@@ -11,8 +11,8 @@ from types import FrameType
 def record_calls() -> Iterator[list[str]]:
     """Record the caller's name of each call, also of functions in C.
 
-    Garbage collection is off meanwhile. Otherwise the finalizers of objects of other tests would be
-    counted.
+    During the block, garbage collection is off. If it were on, the finalizers of other tests'
+    objects would be counted.
     """
     calls: list[str] = []
 

@@ -1,8 +1,8 @@
 """The contract between a cluster and its clients, tested in memory and on a real cluster.
 
-`test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, calm and with faults,
-`test_conformance.py` over real processes. A scenario must work with any transactions that its
-partition already contains.
+`test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, without and with faults.
+`test_conformance.py` runs them over real processes. A scenario must work with any transactions that
+its partition already contains.
 """
 
 import threading
@@ -424,8 +424,8 @@ def a_context_ends_at_its_timeout(world: ScenarioSetup) -> None:
             assert context.has_ended.wait(TEST_TIMEOUT_S)
             if "lock failure" in context.hooks:
                 break
-            # On a busy machine, the server may not have rejected the append by then: the next
-            # append has more time.
+            # On a busy machine, the context may end before the server has rejected its append. The
+            # next context has more time.
         behind = ended.value
         assert isinstance(behind, errors.ViewBehind)
         assert "no transaction was applied in that time" in str(behind)
@@ -594,8 +594,8 @@ def a_poison_transaction_is_skipped_or_retried_or_stops_its_partition(world: Sce
         assert ledger.applied_ids == [skipped - 1, again, stops - 1]
 
 
-# If a connection breaks, the client sends lost appends again after the other appends, and a context
-# counts one more attempt.
+# In these scenarios no connection may break. If a connection breaks, the client sends lost appends
+# again after the other appends, and a context counts one more attempt.
 SCENARIOS_WITHOUT_FAULTS = (
     ids_are_dense_and_in_the_order_of_one_clients_appends,
     a_closed_client_has_reported_every_outcome,

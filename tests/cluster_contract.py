@@ -377,8 +377,8 @@ async def imported_permissions_have_a_later_revision(world: ZooKeeperUnderTest, 
         revisions.append((before.revision, after.revision))
 
     first = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
-    # If there were no permissions before, the counter of client IDs may have started again, so
-    # proofs must not match.
+    # If there were no permissions before, the counter of client IDs may have started again. So the
+    # proofs of earlier client IDs must not match.
     imported = replace(saved, revision=10, changed_by="ops", changed_ms=5)
     assert first == (None, replace(imported, client_key=key))
     second = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
@@ -436,7 +436,7 @@ async def the_revision_in_use_is_published_in_each_session(
 async def a_revision_that_cannot_be_published_does_not_delay_the_next(
     world: ZooKeeperUnderTest, root: str
 ) -> None:
-    """Another daemon may have created a node in its place that cannot be deleted."""
+    """Another daemon may have created a node at the revision's path that cannot be deleted."""
     commands, znodes = await create_cluster(world, root), await world.znodes()
     storage, name = Coordinator(await world.znodes(), root), "storage-10.0.0.1:5280"
     author, applied, failed = Author("ops", 0), CallbackRecorder(), CallbackRecorder()

@@ -17,7 +17,7 @@ from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `waltz-core WORDS` in this process, which takes a tenth of the time of a new process.
 
-    Its output is not a terminal. Its log lines are those of the test's process.
+    The command's output is not a terminal. Its log lines are those of the test's process.
     """
     out, error = io.StringIO(), io.StringIO()
     with (

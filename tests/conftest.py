@@ -44,7 +44,7 @@ def pytest_configure(config):
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadgroup`, let tests that share a fixture or files run in one worker.
 
-    The groups of pytest-xdist are suffixes of the tests' IDs, which pytest 9.2 does not accept.
+    The groups of pytest-xdist are suffixes of test IDs, and pytest 9.2 accepts no such suffixes.
     """
     if config.getvalue("dist") != "loadgroup":
         return None

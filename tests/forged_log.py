@@ -1,9 +1,9 @@
 """A synthetic log of a billion transactions: forged metadata without the records.
 
-Each partition gets the files of a storage after a session with so many transactions. The files have
-the last record, its position in an index, one batch that covers all IDs, and the marker of the
-durable end. ZooKeeper gets the metadata that the session's owner would have written. The other
-records are missing, so only the last record can be read. Appends continue after it.
+Each partition gets the files of a storage after a session with this number of transactions. The
+files have the last record, its position in an index, one batch that covers all IDs, and the marker
+of the durable end. ZooKeeper gets the metadata that the session's owner would have written. The
+other records are missing, so only the last record can be read. Appends continue after this record.
 """
 
 import asyncio

@@ -19,7 +19,8 @@ from waltz_core import local
 from waltz_core.local.zookeeper_process import JAVA_OPTIONS_VARIABLE, find_java
 
 SPARK_OPTIONS_VARIABLE: Final = "SPARK_SUBMIT_OPTS"
-# In tests, Spark mostly starts. During the start, Java's second compiler costs more than it saves.
+# In tests, Spark spends most of its time on its start. During the start, Java's second compiler
+# costs more than it saves.
 _SPARK_OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 # Java must not print a line to standard output if the archive does not match.
 _QUIET_OPTIONS: Final = "-Xlog:disable -Xlog:all=error:stderr"

@@ -4,8 +4,8 @@ The model shares no code with the implementation under test, not even for encodi
 same mistake cannot be on both sides of a connection. The model has the known behavior of a 0.13
 client, including its defects:
 
-- It has two connections to each server (stream and rpc); only the stream mounts. The two use the
-  same ReqIds.
+- It has two connections to each server (stream and rpc). Only the stream mounts. Both connections
+  use the same ReqIds.
 - A broken connection is opened again with the next sequence number, and mounts all its partitions.
 - After NOT_READY for the ReqId of the last mount it waits 500 ms, and mounts again.
 - Appends are not acknowledged. When the client receives its own ReqId in the feed, this append was

@@ -1,16 +1,16 @@
 """A model of the server of Waltz 0.13, as its clients see it (docs/design/wire-format.md 2 and 4).
 
-It implements protocol L 4 with its own encoding of frames, and keeps its log in memory. It behaves
-like a 0.13 server:
+The model implements protocol L 4 with its own encoding of frames, and keeps its log in memory. The
+model behaves like a 0.13 server:
 - It does not acknowledge appends.
 - It ignores requests of an outdated connection or generation, and some others.
 - It never finds a transaction that was requested before its commit.
 
-A test controls replication: it can delay commits, and can end a session with or without a commit of
-the appends in flight.
+A test controls replication. The test can delay commits, and can end a session with or without a
+commit of the appends in flight.
 
-It runs in a separate thread, so that clients with and without an event loop can use it. Its
-methods may be called from other threads.
+The model runs in a separate thread, so that clients with and without an event loop can use it. The
+methods of the model may be called from other threads.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class Peer:
 
 
 class LockTable:
-    """Section 6: three slots a lock, of 30,000; active while a transaction is in flight."""
+    """Section 6: a lock uses three of 30,000 slots, active while a transaction is in flight."""
 
     def __init__(self, mark: int) -> None:
         self.marks = [mark] * LOCK_SLOTS

@@ -1,8 +1,8 @@
 """A real PostgreSQL server for tests, from the packages of this machine, on a Unix socket.
 
-It listens on no TCP port, and its directory is deleted after the tests. It syncs nothing, because
-these tests kill processes, not the machine. PostgreSQL does not run as root, so for root it runs as
-`postgres` or `nobody`.
+The server listens on no TCP port, and its directory is deleted after the tests. The server syncs
+nothing, because these tests kill processes, not the machine. PostgreSQL does not run as root. If
+root runs the tests, the server runs as `postgres` or `nobody`.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ def run_postgres() -> Iterator[PostgresServer]:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     if user is None:
         pytest.skip(f"PostgreSQL does not run as root, and none of the users {SERVER_USERS} exists")
-    # A socket's path has a hundred characters at most, so it is not pytest's own directory.
+    # A socket's path has a hundred characters at most, so pytest's own directory is not used.
     directory = Path(tempfile.mkdtemp(prefix="waltz-postgres-"))
     os.chown(directory, user.pw_uid, user.pw_gid)
     postgres = PostgresServer(where, directory, user)

@@ -57,8 +57,8 @@ def firing_alerts(
 ) -> list[FiringAlert]:
     """Return the alerts that fire when a fault has lasted for some minutes.
 
-    promtool prints alerts that differ from the expected ones. The test expects none, so it prints
-    all.
+    promtool prints alerts that differ from the expected ones. The test expects no alerts, so
+    promtool prints all of them.
     """
     test = {
         "interval": f"{INTERVAL_MIN}m",

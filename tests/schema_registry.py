@@ -1,8 +1,8 @@
 """A schema registry with Confluent's HTTP API, in the process of a test.
 
-It checks compatibility like a registry with the rule BACKWARD: a reader with the new schema must be
-able to read payloads of the last version of the subject. Tests can inject the faults that a client
-must survive.
+The registry checks compatibility by the rule BACKWARD: a reader with the new schema must be able to
+read payloads of the last version of the subject. Tests can inject the faults that a client must
+survive.
 """
 
 import base64

@@ -1,8 +1,8 @@
 """A SPARK_HOME in which Spark's Python workers find the PySpark of this environment.
 
 Spark adds its `pyspark.zip` to the path of each Python process that it starts. Python stores no
-bytecode of modules from a zip file, so each process would compile PySpark again, which takes a
-second of CPU time. This directory has all files of Spark except the zip file.
+bytecode of modules from a zip file, so each process would compile PySpark again. A compilation
+takes a second of CPU time. This directory has all files of Spark except the zip file.
 """
 
 import contextlib

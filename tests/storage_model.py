@@ -53,9 +53,9 @@ def make_batches(first, counts, session, chain, rng, *, bytes_max=200):
 class ModeledLog:
     """A disk, a log on it, and the expected content of the log.
 
-    `records` and `entries` contain all that was written in the current history. The log has
-    reported all IDs up to `acked` as durable, has promised the session `floor`, and has confirmed
-    the mark `confirmed`. `cut_to` is the target of a truncation without an answer.
+    `records` and `entries` contain all that was written and not truncated. The log has reported all
+    IDs up to `acked` as durable, has promised the session `floor`, and has confirmed the mark
+    `confirmed`. `cut_to` is the target of a truncation without an answer.
     """
 
     rng: Random
@@ -119,7 +119,7 @@ class ModeledLog:
         self.entries = kept
 
     def check_after_crash(self):
-        """Check that the log has all acknowledged records, and no record that was not written."""
+        """Check that the log has all acknowledged records, and only records that were written."""
         log = self.log
         if self.cut_to is not None and log.max_id <= self.cut_to < self.max_id:
             # If a part of a truncation is visible, the model assumes the complete truncation.
@@ -275,7 +275,7 @@ def run_until_power_loss(world, steps, fault_at):
 
 
 def run_until_error(world, fault):
-    """Run random operations with a planned fault; return the error and if in open or close."""
+    """Run random operations with a planned fault; return the error, and if open or close failed."""
     world.disk.plan_fault(world.disk.step_count + world.rng.randint(1, 60), fault)
     for _ in range(25):
         try:

@@ -16,6 +16,6 @@ PATIENT_CLIENT = ClientConfig(
 def machine_slowdown() -> float:
     """Return the factor by which this machine is slower than an idle one: the load for each core.
 
-    It is for the few limits that the product guarantees, such as the duration of a failover.
+    The factor is for the few limits that the product guarantees, such as the failover time.
     """
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

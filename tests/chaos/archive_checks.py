@@ -4,8 +4,9 @@ Rules:
     1. The objects of the recorded manifests have the bytes of the log from ID 0 on, without gaps.
        Each storage has the records from its oldest segment on. Together, objects and storages have
        the whole log.
-    2. After a collection each file is listed by a recorded manifest, or is a manifest that was
-       replaced less than the grace period ago. `AGED_BY_MS` makes older files old enough.
+    2. After a garbage collection, each file is listed by a recorded manifest, or is a manifest that
+       was replaced less than the grace period ago. The round makes older files old enough for the
+       collection: it moves their times back by `AGED_BY_MS`.
     3. The size of local logs is limited. The limit is the sum of the retention, one segment of each
        partition, and the records appended since the last store sessions began. A new store session
        confirms which segments may be removed.
@@ -166,7 +167,7 @@ def local_differences(local_logs: Iterable[tuple[str, dict[int, LocalLog]]], log
 
 
 def count_events(cluster: ChaosCluster) -> Counter[str]:
-    """Return how often each event of `EVENT_PATTERNS` was logged, or how many files it deleted."""
+    """Return for each of `EVENT_PATTERNS` how often it was logged, or how many files it deleted."""
     counts: Counter[str] = Counter()
     for name in (*cluster.cluster_size.names("server"), *cluster.cluster_size.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")

@@ -1,14 +1,14 @@
-"""The client process of chaos tests: it journals what it sends and what it receives.
+"""The client process of chaos tests, with a journal of what it sends and receives.
 
     python -m tests.chaos.client CONNECT NAME DIRECTORY
 
-It runs as a separate process, on a simulated machine, and may be killed at any moment. Therefore it
-writes each transaction to its journal before it sends the transaction. If the journal has no
-outcome of a transaction, the outcome is unknown.
+The process runs on a simulated machine, and may be killed at any moment. Therefore it writes each
+transaction to its journal before it sends the transaction. If the journal has no outcome of a
+transaction, the outcome is unknown.
 
-It writes like `examples/four_writers.py`. Batches and single transactions have locks, and do not
-read the log first. Contexts read a counter that is built from the feed, and are retried. It also
-requests high-water marks from time to time.
+The process writes like `examples/four_writers.py`. Batches and single transactions have locks, and
+do not read the log first. Contexts read a counter that is built from the feed, and are retried. The
+process also requests high-water marks from time to time.
 
 Commands arrive on standard input. After "stop", the process sends no more, and prints "settled"
 when all outcomes are known. Then after "end MARKS" (JSON), it prints "fed" when the feed has
@@ -49,7 +49,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def write(self, *lines: Sequence[Any]) -> None:
-        """Pass lines to the kernel before this returns: they survive a kill of this process."""
+        """Pass lines to the kernel before returning, so they survive a kill of this process."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with self._lock:
             self._file.write(text)

@@ -4,8 +4,9 @@
 default ports. So a link between two members can be cut without an effect on other links.
 
 Rules:
-    1. Every process ends when this process ends, for any reason: Linux kills it (by the signal of
-       the parent's death), even if it is paused. So only the main thread starts processes.
+    1. When this process ends for any reason, Linux kills all of its child processes, even paused
+       ones, by the signal of the parent's death. Linux sends this signal when the thread ends that
+       has started the child, so only the main thread starts processes.
     2. A member that ends by itself is an error, unless a fault has ended it (`unexpected_ends`).
        A member that found no ZooKeeper at its start is started again, as a supervisor does.
     3. On a simulated machine a storage has a small file system of its own, which can become full.
@@ -274,8 +275,8 @@ class ChaosCluster:
     def verify_archive(self) -> dict[str, Any]:
         """Return the output of `waltz-core archive verify --json`.
 
-        It runs in a separate process: the threads of pyarrow's client stay in the network namespace
-        in which they were started.
+        The command runs in a separate process, because the threads of pyarrow's client stay in the
+        network namespace in which they were started.
         """
         words = (
             "archive",
@@ -412,8 +413,8 @@ class ChaosCluster:
     def wait_until(description: str, condition: Callable[[], object], *, seconds: float) -> float:
         """Poll a condition until it holds; return the seconds that it took.
 
-        On a busy machine the time limit is longer, in proportion to the time that processes take.
-        Processes in another namespace cannot notify this one, so the condition is polled.
+        On a busy machine, the time limit is longer by the factor `machine_slowdown()`. Processes in
+        another namespace cannot notify this process, so the condition is polled.
         """
         began_s = time.monotonic()
         while not condition():

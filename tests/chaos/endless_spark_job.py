@@ -3,8 +3,9 @@
     python -m tests.chaos.endless_spark_job CONNECT TABLE          # until it is killed
     python -m tests.chaos.endless_spark_job CONNECT TABLE finish   # to the end, and once more
 
-With `finish`, the repeated call and a repeated batch (`upsert` of the whole log) must write no
-version; otherwise the exit code is 3.
+With `finish`, the job follows the log to its end. Then it follows the log once more, and calls
+`upsert` with the whole log. If one of these two calls writes a version of the table, or if their
+marks differ, the exit code is 3.
 """
 
 import os

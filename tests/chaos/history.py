@@ -1,17 +1,17 @@
 """Compares what applications received under chaos with the log at the end.
 
-It needs no cluster and no clock, only files and the log. So a history can be checked again, and
-the tests of these checkers can falsify a history.
+The comparison needs no cluster and no clock, only files and the log. So a history can be checked
+again, and the tests of these checkers can falsify a history.
 
-It makes the same checks as `examples/four_writers.py`. No transaction reported as committed is
+The checks include those of `examples/four_writers.py`. No transaction reported as committed is
 lost, moved, changed or duplicated. The log has no transaction that was reported as failed. IDs are
 dense, the log has no conflict, and counters have the right values. The order in the log is the
 order of the reports. In addition:
 
     1. A rejection has a cause: another client wrote one of the locks above the mark of the rejected
        transaction. That client had sent its write before the rejection was reported. There is one
-       exception: a new store session may reject appends that were in flight when it opened, without
-       a cause. These rejections may not outnumber the appends in flight.
+       exception: if appends were in flight when a new store session opened, the session may reject
+       them without a cause. These rejections may not outnumber the appends in flight.
     2. After each start a client receives the feed from the beginning of the log, each transaction
        once, in order. A client that runs until the end receives the whole log.
     3. A requested mark is not below a transaction that was reported as committed before the
@@ -103,7 +103,7 @@ class ClientRun:
         ]
 
     def first_commit_s(self, partition: int, since_s: float) -> float | None:
-        """Return when a row sent since `since_s` was first reported committed; None if none was."""
+        """Return the time of the first reported commit of a row sent since `since_s`, or None."""
         return min(
             (
                 message.recorded.reported_s
@@ -123,7 +123,7 @@ class Log:
     entries: list[Any] = field(default_factory=list)  # four_writers.Entry
     sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first IDs
     records: dict[int, bytearray] = field(default_factory=dict)  # partition -> all, from ID 0 on
-    # partition -> where the record of each ID begins; the last one is where they end
+    # partition -> the offset at which each record begins, then the end of the last record
     offsets: dict[int, list[int]] = field(default_factory=dict)
 
     def last(self, partition: int) -> int:

@@ -3,9 +3,9 @@
     python -m tests.chaos.lag        in the router's namespace, by `tests/chaos/network.py`
 
 The kernel module that delays packets (netem) is not available everywhere. Therefore the router
-sends the packets of slow links to a TUN device of this process, which returns them after the delay.
-Each line of the standard input lists all slow links as JSON; the process ends at the end of the
-input.
+sends the packets of slow links to a TUN device of this process. The process returns each packet
+after the delay. Each line of the standard input lists all slow links as JSON; the process ends at
+the end of the input.
 
 Rules:
     1. Packets of a link stay in their order.

@@ -9,8 +9,8 @@ Without root or iproute2, machines are addresses of the loopback interface, and 
 cut.
 
 Rules:
-    1. A cut has one direction; both directions are two cuts. Cuts of a link are counted: packets
-       pass again when all are removed.
+    1. A cut has one direction; both directions are two cuts. If a link has several cuts, packets
+       pass again only when all of these cuts are removed.
     2. Packets of slow links pass through `tests/chaos/lag.py`; a link that is both cut and slow is
        cut.
 """

@@ -7,7 +7,7 @@ Rules:
     2. After the last fault all links are repaired, and all members are started. No daemon starts
        without ZooKeeper. Once ZooKeeper answers, every client must receive a commit in every
        partition within a time limit, and all replicas must become equal.
-    3. In the period without faults that follows, the only outcomes are "committed" and "rejected".
+    3. Then there is a period without faults. Its only outcomes are "committed" and "rejected".
     4. With an archive, all servers, storages and stores are then killed at the same time, so that
        no upload is left. One client starts again at ID 0 and writes. So each partition gets a new
        store session that archives and collects. Then the archive, the logs and the feeds are
@@ -41,14 +41,15 @@ PROGRESS_TIMEOUT_S = 45.0
 EQUAL_REPLICAS_TIMEOUT_S = 60.0
 # An interrupted request to the store fails after 20 s, and may be repeated.
 ARCHIVE_TIMEOUT_S = 120.0
-# The minimum in each partition of a cluster with an archive, so that storages remove segments.
+# With an archive, each partition must reach this high-water mark, so that storages remove segments.
 TRANSACTIONS_MIN = 800
 FAULT_FREE_S = 4.0
 SLEEP_S = 0.02
 POLL_INTERVAL_S = 0.25
 # Lines that a daemon must never log.
 ERROR_LINE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
-# On a busier machine, a process may get no CPU time for the whole session timeout.
+# If the machine is slower by more than this factor, a process may get no CPU time for a whole
+# session timeout.
 SLOWNESS_MAX = 3.0
 LOOP_UNRESPONSIVE = " process.event_loop_unresponsive "
 
@@ -421,7 +422,7 @@ class Round:
     def _kill_all(self) -> None:
         """Kill and restart all processes that take part in archiving, and one client (rule 4).
 
-        Garbage in the archive at this time is made old enough to be collected.
+        Also make all garbage that the archive has at this time old enough to be collected.
         """
         cluster, applications = self._cluster, self._applications
         with cluster.client() as client:
@@ -431,8 +432,8 @@ class Round:
         self._await_archive(
             "all transactions are archived", lambda: archive_checks.is_archived(cluster, lasts)
         )
-        # Replaced manifests are not old enough to be collected, so only files of failed attempts
-        # were.
+        # Replaced manifests are not old enough to be collected, so all files that were collected
+        # are files of failed attempts.
         left_over = archive_checks.count_events(cluster)["collected files"]
         self.outcome.counts["collected files of failed attempts"] = left_over
         names = [member for member in cluster.members if not member.startswith("zookeeper")]

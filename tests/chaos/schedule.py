@@ -193,5 +193,6 @@ KINDS: Final[dict[str, Draw]] = {
     "cut again": _cut,  # twice in this list, because there are many kinds of cuts
     "slow": _slow,
 }
-# Each storage uploads most of the time, and each server owns partitions and controls their uploads.
+# Each of these kills can interrupt an upload: each storage uploads most of the time, and each
+# server owns partitions and controls their uploads.
 ARCHIVE_KINDS: Final[tuple[Draw, ...]] = (_kill_storage, _kill_owner, _kill_store)

@@ -2,10 +2,10 @@
 
 Rules:
     1. A killed follower is started again, as a supervisor does.
-    2. The command `follow` never ends by itself. A Spark job may end with the error of a failed
-       job, after one of its processes or a member of the cluster was killed.
-    3. All processes of a Spark job are in one session of Linux, so they are found and ended
-       without its driver.
+    2. The command `follow` never ends by itself. If a process of a Spark job or a member of the
+       cluster was killed, the job may end with the error of a failed job.
+    3. All processes of a Spark job are in one session of Linux. So the test finds and ends these
+       processes without the driver of the job.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ class FoundFollower(CommandFollower):
 class SparkFollower:
     """`waltz_spark.follow` on a master with two executors (`local-cluster`)."""
 
-    # The driver is a Python process and its Java, which may die together or alone.
+    # The driver is a Python process and its Java process. A kill ends both, or only one of them.
     targets: Mapping[str, int] = {"driver": 2, "python": 1, "java": 1, "executor": 2, "worker": 1}
 
     def __init__(self, written: WrittenLog, table: Path, directory: Path) -> None:
@@ -187,8 +187,8 @@ class SparkFollower:
 
     def finish(self) -> list[str]:
         """Run a job to the end, which repeats the call and the batch."""
-        # A Java process without its Python process may still commit. It ends when it finds the pipe
-        # closed.
+        # Without its Python process, a Java process may still commit, until it finds the pipe
+        # closed and ends.
         self._process.end_sessions()
         log = self._directory / "finish.log"
         with log.open("wb") as output:

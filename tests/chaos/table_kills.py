@@ -4,20 +4,21 @@
     python -m tests.chaos.table_kills --kills 50 --follower found
     PYSPARK_VERSION=4.2.1 scripts/run python -m tests.chaos.table_kills --kills 50 --follower spark
 
-A client appends to a local cluster, and a follower keeps a Delta table equal to the log, while
-their processes are killed (SIGKILL). At the end each version of the table is compared with a
-replay of the log in plain Python.
+A client appends to a local cluster, and a follower keeps a Delta table equal to the log. Meanwhile,
+processes of the cluster and of the follower are killed (SIGKILL). At the end, each version of the
+table is compared with a replay of the log in plain Python.
 
 Rules:
-    1. The victim and the moment of each kill are drawn from the seed. A moment is a delay, or the
-       appearance of a file: data of an uncommitted version, a version, or a version that only adds
-       fields of structs.
+    1. The victim and the moment of each kill are drawn from the seed. A kill happens after a delay,
+       or when a file appears. The file has data of an uncommitted version, is a version, or is a
+       version that only adds fields of structs.
     2. A killed process is started again, after a drawn time or at once. Half of the kills wait
        until the table contains all transactions that were in the log at the previous kill. The
        other kills do not wait.
     3. The expected table is computed from the log alone. The log must have all acknowledged
        transactions.
-    4. The follower `found` infers the columns, and the structs of the payloads gain fields.
+    4. The follower `found` infers the columns. For this follower, the payloads have structs that
+       gain fields over time.
 """
 
 import argparse
@@ -124,7 +125,7 @@ class EndlessWriter:
         return partition, header, row, future
 
     def _value(self) -> object:
-        """Return a number, or a struct with lists of structs, which gain fields (rule 4)."""
+        """Return a number, or a struct with a list of structs; structs gain fields (rule 4)."""
         number = self._rng.randrange(1000)
         if not self._has_structs:
             return number

@@ -31,7 +31,7 @@ def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
 ):
     """Rows 18 and 20: ZooKeeper is available, so no other process detects the cut.
 
-    With "to the server" the storages receive the requests, and only their answers are lost.
+    If `cut_directions` is "to the server", storages receive requests, and only answers are lost.
     """
     links = [(storage, "server-1") for storage in STORAGES[:2]]
     if cut_directions == "both":
@@ -77,7 +77,7 @@ def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
 
 
 def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(scenario: NetworkScenario):
-    """Row 16; a takeover lasts at most the session timeout and half a second."""
+    """Row 16: a takeover takes at most the session timeout plus half a second."""
     lost = scenario.owned_by("server-1")
     everything = [*WORLD.members, CLIENT, "operator"]
     gone_s = time.monotonic()

@@ -1,8 +1,8 @@
 """Reads and writes the files of Waltz 0.13; written only from the description of their layout.
 
-The module uses only `struct` and `zlib`, and no code of Waltz, because it checks this code.
-`read_directory` reads what a 0.13 storage reads at its start: the control file, and the records of
-each segment up to the first incomplete record.
+This module checks the code of Waltz, so it uses only `struct` and `zlib`, and no code of Waltz.
+`read_directory` reads the same data as a 0.13 storage at its start: the control file, and the
+records of each segment up to the first incomplete record.
 
     waltz-storage.ctl     128 bytes of header, 76 for each partition: its number and two structures
     <p>/<19 digits>.seg   128 bytes of header, records without gaps

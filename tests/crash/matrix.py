@@ -283,16 +283,16 @@ def crash_points(changes, begin=0):
         if isinstance(change, PositionMarker):
             acknowledged = change.what
         if position + 1 >= begin:
-            # A position marker begins another point: the files are the same, but the expected state
-            # differs.
+            # At a position marker, the files are the same as at the previous point, but the
+            # expected state differs.
             yield position + 1, disk_state, acknowledged
 
 
 def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False, seed=0):
     """Lose power at each point; return the different disks, with the acknowledged records.
 
-    The unsynced changes that survive at each point are `keeps`, by default several choices. With
-    `only_acknowledged`, power is lost only directly after acknowledgements.
+    `keeps` specifies which unsynced changes survive at each point. By default, several choices are
+    tried. With `only_acknowledged`, power is lost only directly after acknowledgements.
     """
     states = {}
     for position, disk_state, acknowledged in crash_points(changes, begin):
@@ -372,7 +372,7 @@ def check_kills(matrix, changes, begin, seed=0):
 
 
 def restart_and_append(matrix, changes, acknowledged, where):
-    """Restart after a kill: the files have all written changes, but no more of them are durable."""
+    """Restart after a kill, which loses no written changes, but makes none of them durable."""
     return open_and_append(matrix, RecordingDisk(changes, site), acknowledged, where)
 
 

@@ -1,8 +1,8 @@
 """Storages that omit or delay one sync, and the crashes that detect this.
 
 A sync is identified by its site: the calls that lead to it. If a sync is omitted, or executed after
-the next sync, some crash test must fail. Otherwise the sync is not needed, or the matrix does not
-test its purpose.
+the next sync, some crash test must fail. If no test fails, the sync is not needed, or the matrix
+does not test the purpose of the sync.
 """
 
 from collections import defaultdict
@@ -95,8 +95,8 @@ def first_violation(matrix, mutation, syncs, *, is_thorough=True):
 
 
 # ---------------------------------------------------------------------------------------------
-# Mutations that no crash detects, with the reason. A site ends with the key; the number is that of
-# the sync or write within its function.
+# Mutations that no crash detects. Each key is the end of a site, and its value is the reason. The
+# number in a key is the number of the sync or write within its function.
 
 # Syncs that may be omitted.
 NOT_NEEDED = {
@@ -140,7 +140,8 @@ NOT_NEEDED = {
     "next to a hole: this disk gives all that was synced (test_partition_log.py has another)",
     "segments.fill > segment.fill#6": "an index that is wrong is repaired by the next read",
 }
-# Necessary syncs that may follow the next sync: both syncs precede the next acknowledgement.
+# Necessary syncs that may be executed after the next sync, because both syncs precede the next
+# acknowledgement.
 ANY_ORDER = {
     "file_system.make_with_parents#1": "names of different directories",
     "file_system.make_with_parents#2": "names of different directories",

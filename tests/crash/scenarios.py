@@ -1,8 +1,8 @@
 """Recorded runs of a storage directory: each change, and the records acknowledged before it.
 
-`Acknowledged` is the expected result: the states that a crash at this point may leave. The expected
-records and batches come from a model. The expected slots come from the log, before and after each
-call. A crash during a call may leave either of the two states.
+`Acknowledged` is the expected result of a crash at one point of the run: the states that the crash
+may leave. The expected records and batches come from a model. The expected slots come from the log,
+before and after each call. A crash during a call may leave either of the two states.
 """
 
 import re
@@ -198,9 +198,9 @@ class Scenario:
         self.disk.mark_position(self.acknowledged)
 
     def call(self, call, *, history=None, partition=0, final=True, marker=None):
-        """Make a call; a crash before its outcome may leave the state from before it.
+        """Make a call; a crash before its outcome may leave the state from before the call.
 
-        Without `final`, the call makes nothing durable: a later crash may leave that state, too.
+        Without `final`, the call makes nothing durable, so a later crash may also leave this state.
         """
         before = self.acknowledged
         position = len(self.disk.changes)
@@ -390,7 +390,7 @@ class Scenario:
         self.start(histories=self.histories)
 
     def failing(self, kind, call, *, fault=DiskFault.IO_ERROR):
-        """Make a call in which the next change of a kind, or the one with this number, fails."""
+        """Make a call in which a change fails: the next of this kind, or the one of this number."""
         inner = self.disk.inner
         if isinstance(kind, int):
             inner.plan_fault(inner.step_count + kind, fault)

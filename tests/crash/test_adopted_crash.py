@@ -75,7 +75,7 @@ class World:
 
 
 def other_batches(records, counts, session):
-    """Return batches with the given numbers of records: (fields of an append) for each."""
+    """Return the fields of an append for each batch; `counts` has the batches' record counts."""
     first, chain = 0, GENESIS_CHAIN
     for count in counts:
         last = first + count - 1

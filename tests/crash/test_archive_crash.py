@@ -1,12 +1,12 @@
 """Crashes while a partition is archived in a directory: power is lost, or processes are killed.
 
-At each change by an archiver, an expiry or a collection, each state that a crash may leave is
-written to a real directory (`archive_recording.py`).
+An archiver, an expiry or a collection makes changes. At each change, the test writes each state
+that a crash may leave to a real directory (`archive_recording.py`).
 
 Rules, of decision 047:
     1. The archive has all files to which ZooKeeper refers: the manifest, its pages, and the objects
-       that have not expired. Their chain is that of the log (AR 3). ZooKeeper is written after each
-       call.
+       that have not expired. Their chain is that of the log (AR 3). The test writes to ZooKeeper
+       after each call.
     2. A file with its final name is complete.
     3. A later session archives the next range and collects; then all files are listed (AR 16).
 """
@@ -238,7 +238,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
 
 
 def is_detected(recorder, changes):
-    """Return whether a loss of power detects the fault of a program that makes these changes."""
+    """Return whether a loss of power shows that a program with these changes has a fault."""
     try:
         CrashChecks(recorder.complete).lose_power(changes, keeps=(KeepNone(), KeepAll()))
     except StateLost:

@@ -1,7 +1,7 @@
 """A corrupt closed directory is repaired, or rejected with an error that names the damage.
 
-For every corruption of its files, reads return only bytes that were written, and records that other
-replicas have are repaired from them. `WALTZ_CORRUPTIONS` adds seeds.
+For every corruption of the files, reads return only bytes that were written. If other replicas have
+a record, it is repaired from these replicas. `WALTZ_CORRUPTIONS` adds seeds.
 """
 
 import os

@@ -58,7 +58,7 @@ def test_a_killed_process_is_started_again_and_then_power_is_lost(scenario, reco
 
 
 def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
-    """The lost part exceeds the last batch's sector, but the page cache reports it as clean."""
+    """More than the last batch's sector is lost, but the page cache reports this part as clean."""
     matrix, history = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
     changes = history.disk.changes
     after = restart_and_append(

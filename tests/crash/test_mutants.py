@@ -1,7 +1,7 @@
 """A storage that omits or delays one sync fails at least one crash test.
 
-So the matrix tests the purpose of each sync. Each exception is listed with its reason. A sync must
-not be listed if a crash test fails without it.
+So the matrix tests the purpose of each sync. Each exception is listed with its reason. If a crash
+test fails without a sync, this sync must not be listed.
 """
 
 import pytest

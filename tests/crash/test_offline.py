@@ -53,8 +53,8 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     world.close()
     wrong, notes = verification_texts(write_to_directory(world.disk, tmp_path / "closed"))
     assert wrong == []
-    # The structure of Waltz 0.13 is written after the slot of this version. So after a crash, it
-    # may be older than the slot.
+    # The control structure of Waltz 0.13 is written after the slot of this version. So after a
+    # crash, the control structure may be older than the slot.
     assert [note for note in notes if "expected session" not in note] == [NOT_ASSIGNED]
 
 

@@ -1,7 +1,7 @@
 """`waltz-core restore` is killed after each step or loses power, and is run again.
 
-Its steps are changes of the archive's directory and writes to ZooKeeper. The second run finds the
-files and znodes of the steps before the kill or the loss of power.
+The steps of a restore are changes of the archive's directory and writes to ZooKeeper. The second
+run finds the files and znodes of the steps before the kill or the loss of power.
 
 Rules:
     1. The second run has one of three results:

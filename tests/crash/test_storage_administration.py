@@ -103,7 +103,7 @@ class Directory:
         return [path.name for path in self.disk.files() if path.parent == ROOT / str(CHANGED)]
 
 
-# Each command, with the checks for the states after its execution and without it.
+# Each command, with the checks for two states: after the command's execution, and without it.
 
 
 def check_removed(directory):

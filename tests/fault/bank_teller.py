@@ -1,9 +1,9 @@
 """One of several teller processes of the bank, which `test_bank.py` starts and kills.
 
-It executes random commands one after the other until its input ends. It journals each command
-before it starts and when its outcome is reported. So a restarted teller knows the unfinished
-command, and repeats it with the same key. It also repeats commands that fail with a temporary
-error.
+The teller executes random commands one after the other until its input ends. It journals each
+command twice: before the command starts, and when the outcome is reported. So a restarted teller
+knows the unfinished command, and repeats this command with the same key. The teller also repeats
+commands that fail with a temporary error.
 """
 
 import argparse

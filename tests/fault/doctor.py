@@ -124,8 +124,8 @@ def run_doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
         found = main(["doctor", "--json", "--timeout-s", "1.5", *words])
     report = json.loads(out.getvalue())
     assert found == (0 if report["is_healthy"] else 1)
-    # If the cluster becomes unreachable while the doctor runs, it is not healthy, although there is
-    # no finding.
+    # If the cluster becomes unreachable while the doctor runs, the report is not healthy, although
+    # it has no finding.
     assert not (report["is_healthy"] and report["findings"])
     assert code is None or found == code
     findings: list[dict[str, str]] = report["findings"]
@@ -185,8 +185,8 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
     for _ in range(ROUNDS_MAX):
         commands = _commands_in(found)
         for line in commands:
-            # The doctor does not decide about commands that may lose data, or that need the
-            # knowledge of the operator. This test runs them.
+            # Some commands may lose data, or need the knowledge of the operator. The doctor does
+            # not decide about such commands, but this test runs them.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
             outputs.append(run_printed_command(words, *first_on_path))

@@ -53,7 +53,7 @@ def wait_until(description: str, condition: Callable[[], object]) -> None:
     """Poll a condition until it holds; fail at the time limit.
 
     Other processes do not notify this one, so the condition is polled. The pause is twice the time
-    of a poll: many polls run a whole command.
+    of a poll, because many polls run a whole command.
     """
     deadline = time.monotonic() + TEST_TIMEOUT_S
     while True:

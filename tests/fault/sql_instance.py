@@ -1,8 +1,8 @@
 """One of several processes that apply a log to one database; `test_sql_instances.py` starts it.
 
-It prints "ready" when its feeds have started, and runs until its input ends. After SIGUSR1, the
-next transaction that it applies never ends (with `--together`, the next batch of several). The
-process makes the changes, prints "inside", and commits nothing.
+The process prints "ready" when its feeds have started, and runs until its input ends. After
+SIGUSR1, the process hangs in the next transaction that it applies, or with `--together` in the next
+batch of several. The process makes the changes, prints "inside", and commits nothing.
 """
 
 import argparse
@@ -57,8 +57,8 @@ class SumCallbacks(SqlCallbacks):
         total = connection.execute(
             sa.select(SUMS.c.total).where(SUMS.c.partition_id == partition)
         ).scalar_one()
-        # The new sum is computed from a value that was read before, which a concurrent writer may
-        # have changed.
+        # The new sum is computed from a value that was read before. A concurrent writer may have
+        # changed this value.
         connection.execute(
             SUMS.update()
             .where(SUMS.c.partition_id == partition)

@@ -58,7 +58,7 @@ def events_of(log: Path) -> list[dict[str, object]]:
 
 
 def with_request(events: list[dict[str, object]], name: str, request: str) -> list[object]:
-    """Return the events with this name and request ID, or a range of IDs that begins with it."""
+    """Return the events that have this name, and this ID or a range that begins with this ID."""
     return [
         event
         for event in events

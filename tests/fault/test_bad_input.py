@@ -50,7 +50,7 @@ def storage(scenario: Scenario, name: str, *words: str) -> tuple[str, ...]:
 
 
 class SmallDisks(NamedTuple):
-    """The directory of a cluster, and the disks of its storages or the reason for their absence."""
+    """The directory of a cluster, and the disks of its storages, or the reason why it has none."""
 
     directory: Path
     disks: list[SmallDisk]
@@ -132,7 +132,7 @@ def test_a_second_process_on_one_directory_is_rejected(scenario: Scenario):
 
 
 def test_the_directory_of_another_storage_is_rejected(scenario: Scenario, stopped_storage: Path):
-    """A copied disk at another address: the cluster knows the storage ID of this address."""
+    """A storage starts with a copy of another disk, but the cluster knows this storage's ID."""
     scenario.cluster.kill("storage-2", signal.SIGTERM)
     copy = stopped_storage.with_name("copy")
     shutil.copytree(scenario.cluster.directory / "storage-2", copy)
@@ -280,9 +280,10 @@ def is_full(scenario: Scenario, storage: str) -> bool:
 
 
 def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseException]:
-    """Append until the disk has no space for an append; the last page of a file may have space.
+    """Append until the disk has no space for an append.
 
-    Between two sessions the client may mount again during an append. Then it receives a retriable
+    At first, appends may succeed, because the last page of a file may have space. Between two
+    sessions the client may mount again during an append. Then the client receives a retriable
     error, and tries again.
     """
     errors: list[BaseException] = []

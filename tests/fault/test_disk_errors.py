@@ -106,7 +106,7 @@ def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_
     log = log_of(scenario, "storage-2")
     assert "storage.damage_found partition=0" in log
     assert "storage.damage_repaired partition=0" in log
-    # The server learns of it after the storage has reported it to the doctor.
+    # The server learns of the repair after the storage has reported the repair to the doctor.
     wait_until(
         "the repair is logged", lambda: "replica.repaired partition=0" in server_logs(scenario)
     )
@@ -139,8 +139,8 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Sc
 def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scenario):
     with scenario.load() as load:
         load.await_commits()
-        # Only files of records and batches, not the slots or the file with the position of the
-        # scrub.
+        # The error affects only files of records and batches, not the slots or the file with the
+        # position of the scrub.
         with inject_errors(
             scenario, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
         ):
@@ -198,14 +198,16 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     with scenario.load() as load:
         load.await_commits()
         copy_running(scenario, "storage-2", tmp_path / "old")
-        # The storage is down for a moment, so that ZooKeeper records later sessions than the copy.
+        # The storage is down for a moment, so that ZooKeeper records later sessions than the copy
+        # has.
         scenario.cluster.kill("storage-2")
         load.await_commits()
         scenario.cluster.start("storage-2")
         wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(scenario.cluster))
         load.await_commits()
     scenario.check_replicas_equal()
-    # Servers first: the third storage must not answer a session that begins while all are killed.
+    # Kill the servers first: no session may begin during the kills and get an answer of the third
+    # storage.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):
         scenario.cluster.kill(name)
     restore_copy(scenario, "storage-2", tmp_path / "old")

@@ -361,8 +361,9 @@ FAULTS = {
 }
 
 
-# `tests/unit/ops/test_diagnosis.py` has the finding of each fault. Title -> the file in this folder
-# with the same fault, or the title of a fault with almost the same steps.
+# `tests/unit/ops/test_diagnosis.py` has the finding of each fault. Each entry is the title of a
+# fault -> the file in this folder with the same fault, or the title of a fault with almost the same
+# steps.
 SLOW_FAULTS = {
     "all servers are killed": "test_doctor_elsewhere.py",
     "a node of ZooKeeper finds no quorum": "test_zookeeper_trouble.py",

@@ -1,7 +1,8 @@
 """A cluster of Waltz 0.13 migrates to this version, and back (docs/compatibility.md).
 
-Files and nodes of 0.13 are written and read byte by byte from the description of their layout,
-with no code of this version (`tests/crash/layout.py`, docs/zookeeper.md).
+The tests write and read files and nodes of 0.13 byte by byte. For this, they use only the
+description of their layout (`tests/crash/layout.py`, docs/zookeeper.md), and no code of this
+version.
 """
 
 import shutil
@@ -61,7 +62,7 @@ class Metadata(NamedTuple):
 
 
 class OldCluster:
-    """The directories and nodes of a stopped 0.13 cluster, at the place of a local one."""
+    """The directories and nodes of a stopped 0.13 cluster, in place of those of a local cluster."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
@@ -186,7 +187,7 @@ def is_valid(directory: Path) -> bool:
 
 
 def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
-    """Send the hello of a 0.13 server to a storage; return its log lines about it."""
+    """Send the hello of a 0.13 server to a storage; return the storage's log lines about it."""
     text = b"Waltz Storage Client"
     payload = struct.pack(">ihi", 1, 0, len(text)) + text
     member = cluster.member(name)
@@ -203,7 +204,8 @@ def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
 def test_a_0_13_cluster_is_migrated_and_migrated_back(
     cluster: LocalCluster, old_cluster: OldCluster, tmp_path: Path
 ) -> None:
-    # Stopped while appends were in flight. The third storage was down in the last session.
+    # The cluster was stopped while appends were in flight. The third storage was down in the last
+    # session.
     log = make_records(0, 1_500)
     old_cluster.write(log, [1_499, 1_479, 1_249], [(7, 1_399), (7, 1_399), (5, 999)])
     first, second, third = old_cluster.addresses

@@ -88,7 +88,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     directory = str(cluster.directory / "storage-2")
     rebuild = ("rebuild-metadata", *named, "--from-directory", directory)
     # If the command reaches its time limit, it reports the reason for its wait, and another run can
-    # continue. The clock was set back when the command created the znodes.
+    # continue. The clock of the command that creates the znodes is set back.
     words = ("cluster", *rebuild, "--connect", cluster.connect, "--timeout-s")
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
     limits_s = (3 << doublings for doublings in range(8))  # until one is long enough
@@ -116,8 +116,8 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
 def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, tmp_path: Path):
     """Within a session, the disk returns to the state in which it stopped syncing.
 
-    If another replica is down, this replica would be half of the quorum for the decision, and
-    acknowledged rows would be lost.
+    Another replica is down. If the replica on this disk counted, it would be half of the quorum for
+    the decision, and acknowledged rows would be lost.
     """
     cluster = scenario.cluster
     lying, absent = cluster.member("storage-3"), cluster.member("storage-1")

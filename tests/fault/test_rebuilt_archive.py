@@ -55,7 +55,7 @@ def recorded_last(cluster: LocalCluster) -> int:
 
 
 def remove_segments(cluster: LocalCluster, archive: ClusterArchive, written: list[bytes]) -> None:
-    """Append until each storage has removed segments; new sessions confirm the marks for this."""
+    """Append until each storage has removed segments; new sessions confirm marks for removals."""
     for storage in STORAGES:
         append_and_archive(cluster, archive, written)
         cluster.kill(storage)

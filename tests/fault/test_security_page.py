@@ -31,7 +31,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONNECT_OF_PAGE = "zk1:2181,zk2:2181/waltz/payments"
 HOST = "127.0.0.1"
 PARTITIONS = 4
-# Rows of a partition that are sent before their outcomes are awaited, and the pause after them.
+# The number of rows that are sent to a partition before their outcomes are awaited, and the pause
+# after these rows.
 BURST, PAUSE_S = 5, 0.1
 SESSION = {"zookeeper_session_timeout_ms": 3_000}
 
@@ -182,7 +183,7 @@ class Application:
             self._journal.failures.append(error)
 
     def _settle(self, partition: int, row: bytes, future: "Future[int]") -> None:
-        """Record the ID of a row; append the row again until it has one."""
+        """Record the ID of a row; append the row again until it has an ID."""
         while True:
             try:
                 number = future.result(TEST_TIMEOUT_S)
@@ -253,8 +254,8 @@ def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
             client.high_water_mark(0)
         if isinstance(caught.value, TlsFailed):
             break
-        # On a busy machine, the client may not have connected by then: the next client has more
-        # time.
+        # On a busy machine, the request may time out before the client has connected. The next
+        # client has more time.
     assert isinstance(caught.value, TlsFailed)
     with (
         WaltzClient(f"{connect}?tls={authorities}", PATIENT_CLIENT) as client,

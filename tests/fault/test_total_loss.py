@@ -97,7 +97,7 @@ def log_of(connect: str, partition: int) -> list[bytes]:
 
 
 def check_log(connect: str, partition: int, expected: list[bytes]) -> None:
-    """Check all rows, and a feed of a client that has applied a half of them."""
+    """Check all rows, and the feed of a client that has already applied half of the rows."""
     assert log_of(connect, partition) == expected
     applied = len(expected) // 2
     rest = expected[applied:]

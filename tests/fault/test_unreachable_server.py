@@ -1,6 +1,7 @@
-"""A server to which other servers cannot connect, that hangs or is frozen, or was restarted.
+"""A server that other servers cannot reach, or that hangs, is frozen, or was restarted.
 
-Its partitions move, the doctor reports the reason, and a fenced attempt stays fenced.
+The partitions of this server move, the doctor reports the reason, and a fenced attempt stays
+fenced.
 """
 
 import asyncio

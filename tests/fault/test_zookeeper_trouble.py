@@ -32,9 +32,9 @@ OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
 # A busy machine delays a process for less than this time. A longer pause means that the process has
 # waited for a session.
 SESSION_MS = 3_000
-# The tests wait for commits while ZooKeeper is unavailable, so no append waits for ZooKeeper. In
-# addition, no pause is as long as a session. On a busy machine any process pauses, so this limit
-# grows with the load.
+# The tests wait for commits while ZooKeeper is unavailable. So these commits show that no append
+# waits for ZooKeeper. In addition, no pause between commits may be as long as a session. On a busy
+# machine any process pauses, so this limit grows with the load.
 GAP_S = SESSION_MS / 1000
 SETTINGS: dict[str, dict[str, object]] = {
     kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
@@ -58,7 +58,7 @@ def servers_view(cluster: LocalCluster) -> ServersView:
     """Read from ZooKeeper the registered processes, and the owners.
 
     After the election of a leader, an ensemble accepts no session for a while. On a busy machine,
-    this is longer than a client waits.
+    this period is longer than the time that a client waits.
     """
 
     async def read() -> ServersView:
@@ -84,7 +84,7 @@ def owners(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
 
 
 def await_spread(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
-    """Wait until all servers own something and each has a session of its generation."""
+    """Wait until all servers own partitions, and all partitions have a session; return owners."""
     wait_until(
         "both servers own partitions",
         lambda: len({owner[0] for owner in owners(cluster).values()}) == 2,
@@ -237,7 +237,7 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
 
 @pytest.mark.slow
 def test_no_partition_moves_when_all_zookeeper_sessions_end(tmp_path: Path):
-    """ZooKeeper runs but is unreachable, so the sessions of all servers expire. Then they return.
+    """ZooKeeper runs but is unreachable. The sessions of all servers expire; then servers return.
 
     A killed ZooKeeper would keep the sessions, and a new leader would restart their timeouts.
     """

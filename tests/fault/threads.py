@@ -1,12 +1,12 @@
 """Stops all threads of a process except the first, like a disk that does not respond.
 
-It uses ptrace, because a signal would stop the whole process. All calls must come from one thread,
-which also stops threads that the process starts later.
+The module uses ptrace, because a signal would stop the whole process. All calls must come from one
+thread. This thread also stops threads that the process starts later.
 
 A thread that waits for a disk holds no lock that another thread needs. But a thread that is stopped
-elsewhere may hold the lock of the interpreter, or the first thread may wait until this thread has
-reported its start. So after each stop, the process must answer. If it does not answer, the thread
-continues, and is stopped later.
+at another point may hold the lock of the interpreter. Or the stopped thread has not reported its
+start yet, and the first thread waits for this report. So after each stop, the process must answer.
+If it does not answer, the thread continues, and is stopped later.
 """
 
 import contextlib

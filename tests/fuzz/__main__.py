@@ -29,7 +29,7 @@ from tests.fuzz.decoders import BY_NAME, DECODERS
 from tests.fuzz.limits import check_limited, limit_memory
 from tests.fuzz.mutations import BYTES_MAX, draw_input, with_extremes
 
-# A decoder that waits without using the CPU, or in C, is ended by the parent.
+# After this time, the parent process ends a decoder that waits without using the CPU, or in C.
 PATIENCE_S = 120.0
 SEED_BYTES_MAX = 4_096
 SEEDS_KEPT = 3

@@ -29,10 +29,10 @@ class Defect(AssertionError):
 class Decoder:
     """A decoder of bytes from outside.
 
-    `decode` returns, or raises one of `errors`, which its docstring declares. It may also check the
-    decoded value with assertions. `seeds` returns valid bytes. `seal` corrects the checksums of
-    changed bytes, so that decoding continues after the check of the checksums. `words` are inserted
-    into inputs. `examples` is the number of inputs of a quick test.
+    `decode` returns, or raises one of `errors`: the errors that its docstring declares. `decode`
+    may also check the decoded value with assertions. `seeds` returns valid bytes. `seal` corrects
+    the checksums of changed bytes, so that decoding continues after the check of the checksums.
+    `words` are inserted into inputs. `examples` is the number of inputs of a quick test.
     """
 
     name: str

@@ -195,7 +195,7 @@ def sealed_file(data: bytes) -> bytes:
 
 
 def sealed_records(content: bytearray) -> bytes:
-    """Return a `.seg` file with the CRCs of its records, up to one of impossible size."""
+    """Return a `.seg` file with valid CRCs in all records before the first of impossible size."""
     at = SEGMENT_HEADER_BYTES
     while at + RECORD_OVERHEAD_BYTES <= len(content):
         size = int.from_bytes(content[at + 28 : at + 32], "big", signed=True)

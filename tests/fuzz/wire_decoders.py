@@ -49,7 +49,7 @@ from waltz_core.wire.record_locations import (
 
 PROTOCOLS = (WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN)
 REQ_ID = ReqId(1, 1, 0, 1)
-# A reader requests a whole log: a range may state more transactions than any memory can hold.
+# A reader requests a whole log, so a range may state more transactions than any memory can hold.
 QUERY_LAST = 1 << 40
 
 
@@ -128,7 +128,7 @@ def check_client_hello(data: bytes) -> None:
 
 
 def streams() -> list[bytes]:
-    """Return the bytes that a peer sends; the two bytes before them choose the receiving end."""
+    """Return the bytes that a peer sends, after two bytes for the receiving end and the seed."""
     byte_streams = []
     for number, protocol in enumerate(PROTOCOLS):
         version = max(protocol.versions_accepted)
@@ -143,7 +143,7 @@ def streams() -> list[bytes]:
 
 
 def receive_stream(data: bytes) -> None:
-    """Receive a stream in random pieces; it fails at most once, and then ends."""
+    """Receive a stream in random pieces; the receiver fails at most once, and then ends."""
     choice, seed = (*data[:2], 0, 0)[:2]
     protocol = PROTOCOLS[choice // 2 % len(PROTOCOLS)]
     near = Connection(protocol, is_listener=bool(choice % 2))
@@ -433,7 +433,7 @@ def segment_requests() -> list[bytes]:
 
 
 def decode_segment_request(data: bytes) -> None:
-    """Decode a request at the Unix socket, which reads one of these numbers of bytes."""
+    """Decode a request at the Unix socket; each request has one of these two sizes."""
     if len(data) in (SEGMENT_REQUEST_BYTES, SEGMENT_REQUEST_BYTES + TICKET_BYTES):
         assert encode_segment(*decode_segment(data)) == data
 

@@ -128,8 +128,8 @@ def test_an_adopted_directory_verifies(storage):
     )
     assert sorted(engine.logs) == [0, 1, 2, 3]
     engine.close()
-    # Waltz 0.13 creates a partition's directory before its first session. A missing directory was
-    # lost. So the three missing directories are created again, and confirm no records.
+    # Waltz 0.13 creates a partition's directory before its first session, so a missing directory
+    # was lost. The three missing directories are created again, and confirm no records.
     lost = "the replica is suspect: its log is not trusted until it is repaired"
     notes = []
     for one in (1, 2, 3):

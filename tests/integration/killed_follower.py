@@ -33,7 +33,7 @@ def _kill_this_process() -> None:
 
 
 def _kill_when_files_are_written(table: Path) -> None:
-    """Kill the process when the merge has written a file, most often before the version."""
+    """Kill the process when the merge has written a file, usually before it writes the version."""
     known = set(table.glob("*.parquet"))
     while set(table.glob("*.parquet")) <= known:
         pass

@@ -21,7 +21,7 @@ from waltz_core.local import LocalCluster
 DAEMONS = ("storage-1", "server-1")
 PERMITTED_PARTITION, DENIED_PARTITION = 1, 3
 FAR_FUTURE_MS = 1 << 50
-# Each principal has a token; the first byte of its secret is its index in this list.
+# Each principal has a token; the first byte of the token's secret is the index in this list.
 PRINCIPALS = ("nothing", "writer", *(each.value for each in AccessVerb))
 PERMISSIONS = Permissions(
     1,

@@ -38,7 +38,7 @@ def test_limits_hold_for_greedy_tenants_of_each_kind(
     file.write_text(render_toml("tls", certificates.settings))
     monkeypatch.setattr(flood, "ROUNDS", 1)
     monkeypatch.setattr(flood, "START_S", 0.1)
-    # The first batch of the appender uses the rate of many seconds: the next one is over the limit.
+    # The appender's first batch uses the rate of many seconds, so the next batch is over the limit.
     limits = dataclasses.replace(tenant_load.LIMITS, bytes_per_s=5_000)
     monkeypatch.setattr(tenant_load, "LIMITS", limits)
     with tenant_load.limited_tenants(file) as (cluster, moderate, greedy):

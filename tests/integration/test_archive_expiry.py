@@ -65,7 +65,7 @@ def check_reads(cluster: LocalCluster, written: list[bytes], first: int) -> None
 
 
 def check_feed_below(cluster: LocalCluster, first: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A subscription from a mark below the start ends, and its error names the first ID."""
+    """A subscription from a mark below the log's start ends; the error names the first ID."""
     with WaltzClient(cluster.connect) as client:
         client.subscribe(RecordingCallbacks(-1), [0])
         wait_until("the feed has ended", lambda: not client.partitions)

@@ -1,4 +1,4 @@
-"""Readers name a corrupt object of the archive; it is replaced from a storage with its records."""
+"""Readers name a corrupt archive object, which is replaced from a storage that has its records."""
 
 import json
 import logging

@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 class Counter:
-    """A proxy between a client and a server that counts the bytes that the server sends."""
+    """A proxy between a client and a server; counts the bytes that the server sends."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -102,8 +102,8 @@ async def bytes_of_a_feed(
             return through
 
         async with AsyncWaltzClient.at(layout) as c:
-            # Otherwise the client would query ZooKeeper after the first mount, and bypass the
-            # counter.
+            # With its own lookup, the client would query ZooKeeper after the first mount, and
+            # bypass the counter.
             c.directory.owner = owner  # type: ignore[method-assign]
             await c.subscribe(callbacks, [partition], headers=headers)
             async with asyncio.timeout(TEST_TIMEOUT_S):

@@ -452,7 +452,7 @@ def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClien
 
 
 def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
-    """The key of a table may be a column of the log. Even then, a row of nulls is no replay."""
+    """An unreadable payload is no row of nulls, even if the table's key is a column of the log."""
     keys, fewer = tmp_path / "keys", tmp_path / "fewer"
     for directory, names in ((keys, ("a", "b")), (fewer, ("a",))):
         directory.mkdir()

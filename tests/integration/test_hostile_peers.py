@@ -34,8 +34,8 @@ from waltz_core.wire.messages import Hello, Message, RangeRaw, ReplicasRequest, 
 
 COUNT = 1_000
 TENANTS_COUNT = 40
-# The limit for a thousand handshakes and buffers. The frames that peers announce have more than 2
-# GiB.
+# The memory limit for a thousand handshakes and buffers. The frames that peers announce have more
+# than 2 GiB.
 GROWTH_BYTES_MAX = 160 * 1024 * 1024
 STATED_BYTES = 16 * 1024 * 1024 - 7
 # port -> daemon, a request that is answered, and the principal that may send it.
@@ -148,7 +148,7 @@ async def check_answers(access: ClusterAccess, protocol: WireProtocol) -> None:
     """Connect with a token, and send a request that is answered.
 
     Until its token is accepted, the peer counts towards the limit of unauthorized peers of its
-    host, which the attack exceeds. So it may have to connect again, as clients do.
+    host. The attack exceeds this limit. So the peer may have to connect again, as clients do.
     """
     name, request, principal = PORTS[protocol]
     member = access.cluster.member(name)
@@ -203,7 +203,7 @@ async def pages_attacked(port: int) -> None:
 
 @contextlib.contextmanager
 def calm_client(access: ClusterAccess, name: str) -> Iterator[None]:
-    """Append during an attack on a daemon, which must neither fail nor use too much memory."""
+    """Append during an attack on a daemon. The daemon may neither fail nor use too much memory."""
     process = psutil.Process(access.cluster.member(name).pid)
     log = access.cluster.log_path(name)
     before_bytes, logged_before = process.memory_info().rss, len(log.read_text())

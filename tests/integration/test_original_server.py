@@ -127,8 +127,8 @@ def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
                     append_and_wait(client, 0)
                 if why in str(caught.value):
                     break
-                # On a busy machine, the command may not have queried the server by then: the next
-                # command has more time.
+                # On a busy machine, the time limit may end before the command has queried the
+                # server. The next command has more time.
         finally:
             nodes.close()
         assert isinstance(caught.value, Unreachable)

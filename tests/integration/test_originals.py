@@ -292,8 +292,8 @@ def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
             late.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
             send_append(late, req(2), b"x")
             assert await receive_feed(late) == 0
-            # A sequence number that is too late, or starts again at 0: the client retries with
-            # higher numbers.
+            # If a sequence number is too late, or starts again at 0, the connection ends. The
+            # client then retries with higher numbers.
             for sequence in (0, 4):
                 again = await dial()
                 send_mount(again, req(1), sequence=sequence)

@@ -421,7 +421,7 @@ def restart_server(access: ClusterAccess) -> None:
 
 
 def start_server(access: ClusterAccess, generation: int) -> None:
-    """Start the server; return when it owns the partition, in a generation after this one."""
+    """Start the server; return when it owns the partition, in a generation after the given one."""
     access.cluster.log_path("server-1").write_text("")
     access.cluster.start("server-1")
     access.await_applied()
@@ -532,7 +532,7 @@ def test_own_headers_are_returned_to_the_mounted_client_only(access: ClusterAcce
 
 
 def test_a_principal_with_append_only_learns_its_outcomes(access: ClusterAccess):
-    """The server is killed while no append can commit: the client reads its own rows back."""
+    """While no append can commit, the server is killed. The client then reads its own rows back."""
     patient = ClientConfig(request_timeout_ms=1_000 * TEST_TIMEOUT_S)
     with (
         WaltzClient(access.connect("append"), patient) as client,
@@ -549,7 +549,8 @@ def test_a_principal_with_append_only_learns_its_outcomes(access: ClusterAccess)
 
         send(100)
         list(sent.values())[-1].result()
-        # Above the mark that the client knows, so that it must read the log after the mount.
+        # This row is above the mark that the client knows. So the client must read the log after
+        # the mount.
         reader.append(b"other", partition=PERMITTED_PARTITION).result()
         generation = owner(access).generation
         with paused_process(access.cluster, "storage-1"):

@@ -157,7 +157,7 @@ def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: ClusterA
 
 
 async def follow(access: ClusterAccess, partition: int) -> tuple[float, list[int]]:
-    """Mount with the feed from the start; return the time until it has ended, and its IDs."""
+    """Mount with the feed from the start; return the time until the feed has ended, and the IDs."""
     connect = access.connect(GREEDY)
     async with AsyncWaltzClient.connect(connect) as client:
         owner = await client.directory.owner(PartitionId(partition), after_failure=False)

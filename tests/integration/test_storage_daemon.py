@@ -356,7 +356,7 @@ async def at_an_append(storage, append_started):
 
 
 def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path, monkeypatch):
-    """The storage has one thread, so no work of the shutdown may need this thread."""
+    """An append occupies the only thread, so no work of the shutdown may need this thread."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, append_started, may_continue, ended = Work.run, *(threading.Event() for _ in range(3))
 
@@ -597,7 +597,7 @@ async def write_states(coordinator, *replicas):
 
 
 def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zookeeper):
-    """The next session needs the answer of a removed replica, which may have the only copy."""
+    """A removed replica may have the only copy of a record; the next session needs its answer."""
     connect = f"{zookeeper}/storage-leaves"
     port = free_port()
     address = f"127.0.0.1:{port}"

@@ -270,8 +270,9 @@ async def proxy(
 ) -> AsyncIterator[tuple[str, list[int]]]:
     """Listen before a ZooKeeper; yield the host, and the numbers of the connections, from 0.
 
-    `fate` gets a connection's number, and the bytes that the client sends. Its result decides: the
-    proxy forwards the bytes ("pass"), never answers ("keep"), or closes the connection ("close").
+    `action_of` gets a connection's number, and the bytes that the client sends. Depending on the
+    result, the proxy forwards the bytes ("pass"), never answers ("keep"), or closes the connection
+    ("close").
     """
     arrived: list[int] = []
 

@@ -236,7 +236,7 @@ def access_lists(users: ZooKeeperUsers, root: str) -> dict[str, set[ACL]]:
 
 @pytest.mark.parametrize("before", ["old", "public"])
 def test_protect_gives_all_nodes_the_lists_of_a_new_cluster(users: ZooKeeperUsers, before: str):
-    """Before, the nodes belong to the old user, which becomes the members' user, or are open."""
+    """At first, nodes are open, or belong to the old user, which becomes the members' user."""
     root, new = f"/protected-{before}", f"/new-{before}"
 
     async def run():
@@ -306,7 +306,7 @@ def test_first_and_imported_permissions_set_the_access_lists(users: ZooKeeperUse
 def test_clients_without_a_zookeeper_user_read_neither_permissions_nor_the_audit_log(
     users: ZooKeeperUsers,
 ):
-    """The auth file has one user and a line for clients that read; also after `protect`."""
+    """The auth file has one user and a line for clients that read, before and after `protect`."""
     root = "/readable"
 
     async def run():

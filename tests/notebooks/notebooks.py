@@ -37,7 +37,7 @@ class Notebook:
         return "".join(output.text for output in self.outputs if output.get("name") == "stdout")
 
     def errors(self) -> list[str]:
-        """Return its lines on stderr, without the warnings of a slow machine, and its errors."""
+        """Return the errors, and the lines on stderr except the warnings of a slow machine."""
         stderr = [output.text for output in self.outputs if output.get("name") == "stderr"]
         lines = [line for text in stderr for line in text.splitlines()]
         wrong = [line for line in lines if not line.startswith(SLOW_MACHINE_WARNING)]

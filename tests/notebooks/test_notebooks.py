@@ -20,8 +20,9 @@ def test_every_notebook_has_an_expectation():
     assert list(EXPECTED) == NOTEBOOK_NAMES
 
 
-# `tests/spark` has shorter tests of the same behavior; for the second notebook, conflicts in
-# `test_batch.py`. `tests/tidy/test_notebooks_as_committed.py` checks all notebooks, but runs none.
+# `tests/spark` has shorter tests of the same behavior. For the second notebook, these are the tests
+# of conflicts in `test_batch.py`. `tests/tidy/test_notebooks_as_committed.py` checks all notebooks,
+# but runs none.
 @pytest.mark.parametrize(
     "name",
     [

@@ -231,7 +231,7 @@ class World:
         self.mounts.finish_mount(client, connection)
 
     def close(self) -> None:
-        """Break a connection: its client mounts on another one, and gets no answers on this one."""
+        """Break a connection: the client gets no answers on it, and mounts on another one."""
         client = self.rng.choice(list(self.connections))
         connection = self.connections[client]
         self.mounts.on_connection_closed(connection)
@@ -357,7 +357,7 @@ class World:
             assert row.mark < position, "NotAhead"
 
     def check_order(self) -> None:
-        """Check that the log has no row that a client sent after a lost row on the same mount."""
+        """Check that if a row is lost, the log has no later row of the same client and mount."""
         lost: set[ConnectionId] = set()
         for first in self.requests:
             mount = self.mount_of[first]

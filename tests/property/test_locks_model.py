@@ -20,8 +20,8 @@ rows = st.lists(
     ),
     max_size=9,
 )
-# After each batch: the number of transactions in flight that commit, and whether the session
-# continues.
+# Each step: the rows of a batch; then the number of transactions in flight that commit, and whether
+# the session continues.
 steps = st.lists(st.tuples(rows, st.integers(0, 12), st.sampled_from("----cr")), max_size=6)
 
 

@@ -42,7 +42,7 @@ def fixed(size, **more):
     return lambda name: {"type": "fixed", "name": name, "size": size} | more
 
 
-# A schema, or a function from an unused name to a schema, and its values.
+# Each entry: a schema, or a function that returns a schema for an unused name; then its values.
 FLAT = [
     ("null", st.none()),
     ("boolean", st.booleans()),

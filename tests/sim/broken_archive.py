@@ -268,8 +268,8 @@ def archived_before_settled() -> Patches:
 def uncommitted_batches_are_archived() -> Patches:
     """A replica archives uncommitted batches, and no second replica confirms them.
 
-    The comparison alone would hide the mutant: it waits until a second replica has the batches. Two
-    of three replicas are a quorum, so the batches would be committed.
+    The mutant also omits the comparison of chains. This comparison waits until a second replica has
+    the batches. Two of three replicas are a quorum, so the batches would be committed.
     """
     original = SessionArchiver.advance
 
@@ -283,7 +283,7 @@ def uncommitted_batches_are_archived() -> Patches:
 
 @switch
 def archived_stamp_is_ignored() -> Patches:
-    """A new owner ignores the last commit stamp if only the archive has it, and uses its clock."""
+    """If only the archive has the last commit stamp, a new owner ignores it, and uses its clock."""
     original = Settlement.begin
 
     def begin(self, now_ms):
@@ -367,7 +367,7 @@ def collection_while_a_mark_is_written() -> Patches:
 
 @switch
 def collection_ignores_the_starts_of_logs() -> Patches:
-    """A session collects garbage by a rolled-back mark, although a log begins above it."""
+    """A session collects garbage by a rolled-back mark, although a log begins above this mark."""
     original = SessionArchiver._collect_garbage
 
     def _collect_garbage(self, capable, replicas, now_ms):
@@ -463,7 +463,7 @@ def object_expires_too_early() -> Patches:
 
 @switch
 def expired_rows_are_lost() -> Patches:
-    """A client reports rows as lost that it cannot read back, since they have expired."""
+    """If rows have expired, so that a client cannot read them back, it reports them as lost."""
 
     def in_doubt_below(self, first_available):
         return []
@@ -473,7 +473,7 @@ def expired_rows_are_lost() -> Patches:
 
 @switch
 def expired_batches_are_lost() -> Patches:
-    """A session treats batches in doubt that have expired as not in the log."""
+    """If batches in doubt have expired, a session treats them as not in the log."""
     original = Settlement._set_outcome
 
     def _set_outcome(self, committed_last, *, has_unknown_outcomes=False):

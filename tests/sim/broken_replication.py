@@ -77,7 +77,7 @@ def suspect_is_trusted() -> Patches:
 
 @switch
 def damage_is_not_suspect() -> Patches:
-    """A replica with damage above its mark is trusted, and is marked without a repair."""
+    """A replica with damage above its mark is trusted, and gets a mark without a repair."""
     original = ReplicaRepair._complete_step
 
     def is_credible(answer, state, registered_id):
@@ -290,10 +290,10 @@ def lost_replica_rejoins() -> Patches:
 def connections_are_replaced() -> Patches:
     """The owner reconnects to a replica in the same session although changes are unanswered.
 
-    The owner also sends no query before a truncation: during this query, messages in flight on the
-    old connection would arrive, and 3,000 seeds would not detect the fault. In addition, the owner
-    ignores that a storage was engaged in a session that ZooKeeper does not know. Otherwise the
-    partition would halt.
+    The owner also sends no query before a truncation. During such a query, messages in flight on
+    the old connection would arrive, and 3,000 seeds would not detect the fault. In addition, the
+    owner ignores that a storage was engaged in a session that ZooKeeper does not know. If the owner
+    did not ignore this, the partition would halt.
     """
 
     def _reset_connection_state(self):

@@ -227,7 +227,7 @@ def connection_checked_on_arrival_only() -> Patches:
 
 @switch
 def older_connections_may_append() -> Patches:
-    """An append on an older connection of a client enters the log after its newer mount."""
+    """After a newer mount of a client, an append on its older connection enters the log."""
 
     def is_ready(self, client_id, connection):
         mount = self._mounts.get(client_id)

@@ -30,8 +30,8 @@ def skip_truncate() -> Patches:
         chain_of_kept = self.chain_at(last_to_keep)
         if chain_of_kept is None:
             return original(self, session, last_to_keep, base, base_chain)
-        # The storage answers with the state after a truncation; the next append follows the records
-        # that it has not truncated.
+        # The storage answers with the state after a truncation, but truncates no records. It writes
+        # the next append after these records.
         files = self._files
         files.synced_max, files.chain, files.synced_chain = (
             last_to_keep,
@@ -119,7 +119,7 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """A storage answers PREPARE without fencing older sessions; it fences them with the mark.
+    """A storage answers PREPARE without fencing older sessions, and fences them with the mark.
 
     Until then, it accepts appends of the earlier session.
     """

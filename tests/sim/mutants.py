@@ -113,7 +113,7 @@ def is_detected(trace: Trace) -> bool:
 
 
 def search(name: str, seeds_max: int) -> Trace | str:
-    """Search seeds that detect a switch, and shorten the best schedule; a message if none does."""
+    """Search seeds that detect a switch; return the shortened best schedule, or a message."""
     signal.signal(signal.SIGVTALRM, _raise_timeout)
     found: list[RunVerdict] = []
     is_of_archive = SWITCHES[name].__module__ == broken_archive.__name__

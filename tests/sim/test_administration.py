@@ -75,8 +75,8 @@ class OperatorRequests:
             self.outcome.append((command, answer))
 
         if not isinstance(command, MarkSuspect) or self.cluster.budget.may_lose_data(storage):
-            # If a replica is marked suspect while others have lost data, no trusted replica may be
-            # left.
+            # If a replica is marked suspect while others have lost data, there may be no trusted
+            # replica left.
             self.asked_count += 1
             Operator(self.cluster, storage, outcome).request(command)
 

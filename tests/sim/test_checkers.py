@@ -695,7 +695,7 @@ def test_lock_serial_detects_a_committed_conflict(world):
 
 
 def follower_behind_a_writer(world):
-    """The author of the last row had not applied the row before it, and followed this row."""
+    """The last row depends on the row before it, although its author had not applied this row."""
     history = world.history
     node = history.nodes[history.chains[history.last]]
     operation = world.last_operation()

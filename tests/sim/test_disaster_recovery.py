@@ -35,8 +35,8 @@ def test_a_complete_log_is_accepted_and_copied_to_all_replicas():
 def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeated(step):
     cluster = settled_cluster()
     assert accept(cluster, dies_after=step) is None
-    # A command that dies after the write and before the assignment is unfinished, and no session
-    # opens.
+    # If a command dies after the write and before the assignment, the recovery is unfinished, and
+    # no session opens.
     is_undecided = step in {"write", "mark"}
     assert (cluster.unfinished_recovery is not None) == is_undecided
     assert cluster.coordinator.is_rewritten == (step not in {"claim", "fence"})

@@ -24,7 +24,8 @@ SCHEDULES_FOLDER = Path(__file__).parent / "regressions"
 
 
 def test_an_older_log_does_not_replace_the_log_of_a_session_missing_in_zookeeper(monkeypatch):
-    """The rows that the session reported as lost are on a replica outside it, and stay lost."""
+    """The rows that the session reported as lost are on a replica outside the session. They
+    stay lost."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Recovery, "exclusion_reason", lambda _self, _answer: None)
@@ -131,10 +132,10 @@ def test_a_storages_queue_may_hold_a_read_of_each_session():
 
 @pytest.mark.parametrize("seed", [77000331, 77000490, 1795815718683])
 def test_an_operator_completes_the_decision_of_a_command_that_died(seed):
-    """Before, ZooKeeper was rolled back to before the first session, or the faults had not ended.
+    """Also if ZooKeeper was rolled back to before the first session, or if faults had not ended.
 
-    In the last schedule, the command writes after the cluster has recovered, and does not die,
-    because no operator would run it again.
+    In the last schedule, the command writes after the cluster has recovered. Then no operator would
+    run the command again, so it does not die.
     """
     schedule = Schedule.from_json((SCHEDULES_FOLDER / f"{seed}.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good

@@ -60,7 +60,7 @@ def test_shrinking_keeps_only_the_needed_faults():
 
 
 def test_two_of_97_faults_are_found_in_a_hundred_runs():
-    """The measured figure: 62 runs for the faults, and for all sizes of the world."""
+    """Measured: 62 runs to shrink the faults and all sizes of the world."""
     model = Model()
     shrunk = shrink(model.run(schedule()), run_one=model.run)
     assert shrunk.schedule.faults == NEEDED

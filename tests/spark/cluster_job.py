@@ -2,7 +2,7 @@
 
     spark-submit --master spark://... cluster_job.py CONNECT RESULTS COUNT [OPTION=VALUE ...]
 
-It uses only the installed package. The last line of its output has the results.
+The job uses only the installed package. The last line of the job's output has the results.
 """
 
 import json
@@ -19,7 +19,7 @@ ACCOUNTS = 100
 
 
 def main(connect: str, results: str, count: int, options: dict[str, str]) -> None:
-    """Write, read, compare; then write once more with marks that the first write outdates."""
+    """Write, read back and compare; then write again with the marks from before the first write."""
     spark = SparkSession.builder.getOrCreate()
     before = waltz_spark.snapshot(spark, connect)
     rows = spark.range(0, count, numPartitions=TASKS).select(
@@ -28,8 +28,8 @@ def main(connect: str, results: str, count: int, options: dict[str, str]) -> Non
     )
     first_append = waltz_spark.append(rows, connect, resultsPath=f"{results}/first", **options)
 
-    # Each row of the write counts 1, and each row of the log counts -1. The remaining counts are
-    # differences.
+    # Each row of the write counts 1, and each row of the log counts -1. If the sum for a row is not
+    # 0, write and log differ.
     after = waltz_spark.snapshot(spark, connect)
     reader = after.reader().option("minPartitions", TASKS)
     reader = reader.option("startingHighWaterMarks", _text(before.high_water_marks))

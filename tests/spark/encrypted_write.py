@@ -1,7 +1,7 @@
 """The encrypted write of `exactly_once_job.py`. A function returns the encryption keys.
 
-Each task has its own key, whose ID the log has in plain text. The workers get the module with the
-keys from Spark.
+Each task has its own key. The log has the ID of this key in plain text. The workers get the module
+with the keys from Spark.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def count_decrypted(
 def run(
     spark: SparkSession, connect: str, fails_once_of: Callable[[Mapping[int, int]], FailingStep]
 ) -> None:
-    """Write while a breaker makes tasks fail; read with all keys, and without one."""
+    """Write while tasks are made to fail; read with all keys, and with all keys except one."""
     spark.addArtifact(str(KEY_SERVICE), pyfile=True)
     after = read_marks(connect)
     rows = make_rows(spark).withColumn("key", F.regexp_replace("data", "-.*", "-key"))

@@ -2,10 +2,10 @@
 
     python -m tests.spark.exactly_once_job CONNECT DIRECTORY WRITE...
 
-It runs on a master with two executor processes (`local-cluster`). Task 0 raises an exception. The
-Python worker of task 1 and the executor of task 2 are killed with SIGKILL. Each fault occurs when
-some rows of the task are in the log. The job checks the log after each write. The write `encrypted`
-is encrypted.
+The job runs on a master with two executor processes (`local-cluster`). Task 0 raises an exception.
+The Python worker of task 1 and the executor of task 2 are killed with SIGKILL. Each fault occurs
+when some rows of the task are in the log. The job checks the log after each write. The write
+`encrypted` is encrypted.
 """
 
 import os

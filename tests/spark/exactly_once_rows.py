@@ -13,7 +13,7 @@ from waltz_core.client import WaltzClient
 WRITES: Mapping[str, Mapping[str, str]] = {"on": {}, "off": {"exactlyOnce": "false"}}
 TASKS, ROWS = 4, 400
 EXPECTED_PREFIXES = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
-# The time limit of an attempt; then the job prints the row for which it has waited.
+# The time limit of an attempt. At this limit, the job prints the row for which it has waited.
 WAIT_S_MAX = 200
 # Several tasks poll the log at the same time; the writer needs the CPU between two polls.
 POLL_S = 0.1

@@ -2,9 +2,9 @@
 
     PYSPARK_VERSION=4.2.1 scripts/run python -m tests.spark.table_speed
 
-Both write a Delta table from a million changes of 100,000 keys, from the start of the log, with
-batches of the same size. They run one after the other, in alternating order. The tables must be
-equal. The exit code is 1 if the median time of `follow` is over the limit.
+Each of the two writes a Delta table from a million changes of 100,000 keys, from the start of the
+log, with batches of the same size. They run one after the other, in alternating order. The tables
+must be equal. If the median time of `follow` is over the limit, the exit code is 1.
 """
 
 import argparse

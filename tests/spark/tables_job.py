@@ -2,8 +2,8 @@
 
     python -m tests.spark.tables_job CONNECT TABLE STEP
 
-TABLE is the path of a Delta table, or of Parquet files with FORMAT=parquet in the environment, or
-the name of an Iceberg table in the directory WAREHOUSE.
+TABLE is the path of a Delta table or, with FORMAT=parquet in the environment, the path of a table
+of Parquet files. TABLE can also be the name of an Iceberg table in the directory WAREHOUSE.
 
 STEP is a step at which the driver kills itself and its Java process, or `tasks`. With `tasks`, the
 job runs on a master with two executors (`local-cluster`). The Python worker of the first running

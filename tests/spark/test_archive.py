@@ -35,7 +35,7 @@ TYPES: dict[str, DataType] = {
 
 
 class Archived(NamedTuple):
-    """A cluster whose partitions have ROWS rows each, of which the archive has most."""
+    """A cluster with ROWS rows in each partition; the archive has most of these rows."""
 
     cluster: LocalCluster
     url: str

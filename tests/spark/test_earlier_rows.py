@@ -248,7 +248,7 @@ def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
 
 
 def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
-    """The log has rows of a task that only the earlier run had; no task of this run has them."""
+    """The log has rows of a task that only the earlier run had. This run has none of these rows."""
     rows, first = rows_of(0, 80), write.job()
     first.write_task(batches_of(rows[:60]), 0, 0)
     first.write_task(batches_of(rows[60:]), 1, 0)
@@ -347,7 +347,7 @@ async def kept_ms(connect: str, write: str) -> int | None:
 
 
 def test_an_unnamed_write_is_remembered_while_it_runs(write: Write) -> None:
-    """`writeRetention` begins with the end of a write; its tasks may run for longer."""
+    """`writeRetention` begins with the end of a write; the write's tasks may run for longer."""
     wanted = {"connect": write.connect, "writeRetention": "1"}
     unnamed = str(WaltzBatchWriter(parse_write(wanted), SCHEMA)._job.write)
     assert asyncio.run(kept_ms(write.connect, unnamed)) == 365 * DAY_MS

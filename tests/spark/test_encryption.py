@@ -78,7 +78,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     assert reader.load().where("data_error IS NOT NULL").count() == 0
     rows = {(row.id, row.customer) for row in reader.load().collect()}
     assert rows == {(row.id, row.customer) for row in written.collect()}
-    # The log has envelopes, which contain no plain text, but the IDs of the keys.
+    # The log has envelopes. They contain the IDs of the keys, but no plain text.
     stored = payloads(connect, before)
     assert len(stored) == 300
     assert Counter(bytes(each)[:15] for each in stored) == {

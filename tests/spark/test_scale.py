@@ -40,8 +40,8 @@ pytestmark = pytest.mark.spark
 TRANSACTIONS = 10**9
 TASKS_PER_PARTITION = 4
 TRANSACTIONS_PER_TASK = 1_000_000  # unless an option limits a task
-# The maximum number of packets for opening a session, and for all messages of daemons meanwhile. It
-# is below the number of partitions.
+# The maximum number of ZooKeeper packets for opening a session, and for all messages of daemons
+# during this time. This maximum is below the number of partitions.
 ZOOKEEPER_PACKETS_MAX = 200
 MIB = 1 << 20
 

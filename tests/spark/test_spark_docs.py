@@ -73,8 +73,8 @@ def separate_session(spark: SparkSession) -> Iterator[SparkSession]:
     yield separate_session
     for query in separate_session.streams.active:
         query.stop()
-    # Otherwise this session stays the active session of the thread, and objects of other sessions
-    # are not found.
+    # Without this call, the separate session stays the active session of the thread, and objects of
+    # other sessions are not found.
     spark.createDataFrame([], "nothing int")
 
 

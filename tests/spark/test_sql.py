@@ -45,8 +45,8 @@ def sql(spark: SparkSession, tmp_path: Path) -> Iterator[SparkSession]:
     new_session.sql("USE sql_tests")
     yield new_session
     new_session.sql("DROP DATABASE sql_tests CASCADE")
-    # Otherwise this session stays the active session of the thread, and objects of other sessions
-    # are not found.
+    # Without this call, the new session stays the active session of the thread, and objects of
+    # other sessions are not found.
     spark.createDataFrame([], "nothing int")
 
 

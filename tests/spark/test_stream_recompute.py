@@ -1,4 +1,4 @@
-"""A log is recreated while a stream reads it: an error, or a read from its start."""
+"""A log is recreated while a stream reads it: the stream fails, or reads the log from its start."""
 
 import json
 import shutil

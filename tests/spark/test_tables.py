@@ -442,7 +442,7 @@ def append_and_return_marks(connect: str, *rows: tuple[int, dict]) -> dict[int, 
 def test_a_first_run_that_fails_leaves_no_table(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    """So the next run may use other types and another start. The table has a path or a name."""
+    """The next run may use other types and another start. The table has a path or a name."""
     start = append_and_return_marks(
         connect, (0, {"id": 1, "value": "a"}), (1, {"id": 2, "value": "b"})
     )

@@ -11,7 +11,7 @@ from scripts.reference.alerts import RULES, alert_rules
 from tests.tidy.sources import PROJECT_ROOT
 from waltz_core.metrics import TABLE, MetricKind
 
-# Matches a metric, but not a metric that a rule records, whose name has a colon.
+# Matches a metric, but not a metric that a rule records: such a metric has a colon in its name.
 METRIC = re.compile(r"(?<![\w:-])waltz_\w+(?!\w*:)")
 OF_PROMETHEUS = {"up", "process_start_time_seconds"}
 SUFFIXES = ("_bucket", "_sum", "_count")

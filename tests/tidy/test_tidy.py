@@ -98,8 +98,8 @@ LIBRARY_FILES = {
     ),
     "uvicorn": ("waltz_core/transport/http_port.py",),
 }
-# Spark and the core exchange pyarrow data, so waltz_spark may use it anywhere. In the core, these
-# files may use it: rows in batches, and the encoding and encryption of payloads.
+# Spark and the core exchange pyarrow data, so waltz_spark may use pyarrow anywhere. In the core,
+# only these files may use pyarrow: rows in batches, and the encoding and encryption of payloads.
 ARROW_FILES = (
     "waltz_core/archive/objects.py",
     "waltz_core/archive/store.py",

@@ -25,7 +25,7 @@ def needs_tools(*tools: str) -> pytest.MarkDecorator:
 
 
 def tool_environment(*tools: str, **variables: str) -> dict[str, str]:
-    """Return the environment variables of a process that uses tools; it reports to no one."""
+    """Return the environment variables of a process that uses tools; tools send no usage data."""
     path = [*(str(programs_of(tool)) for tool in tools), os.environ["PATH"]]
     # The sources of this checkout precede an installed package, as in the process of the test.
     quiet = {"DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)}

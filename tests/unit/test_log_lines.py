@@ -112,8 +112,8 @@ def test_the_setting_changes_the_outputs_of_the_root_logger(
     monkeypatch: pytest.MonkeyPatch, name: str, first: str
 ):
     output = logging.StreamHandler()
-    # This is not in a fixture, because pytest adds its own outputs before each phase of a test, and
-    # other tests read these outputs as text.
+    # The handler is not set in a fixture: pytest adds its own handlers before each phase of a test,
+    # and other tests read the outputs of these handlers as text.
     monkeypatch.setattr(logging.getLogger(), "handlers", [output])
     set_log_format(name)
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, "x.y a=%s", (1,), None)

@@ -386,7 +386,8 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
                 client.submit(context).result()
             if "lock failure" in context.hooks:
                 break
-            # On a busy machine, the append may not be rejected yet: the next append has more time.
+            # On a busy machine, the context may end before its append is rejected. The next context
+            # has more time.
         assert isinstance(timeout_error.value, errors.ViewBehind)
         assert (ledger.applied_ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()

@@ -158,7 +158,7 @@ def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived)
 
 
 def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
-    """A restore writes the pin, then checks the objects; it would not detect a later delete."""
+    """A restore writes the pin, then checks the objects; it detects no delete after its check."""
     store, new_manifest = archived
     deleted = []
 

@@ -92,7 +92,7 @@ def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
 
 @pytest.mark.parametrize("column", SCHEMA.names)
 def test_a_changed_byte_of_each_column_is_found(column):
-    """This includes the column of commit times, which no chain or record CRC covers (rule 4)."""
+    """Test also the column of commit times, which no chain or record CRC covers (rule 4)."""
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     data = bytearray(encode_object(records, lineage))
     chunk = open_object(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))

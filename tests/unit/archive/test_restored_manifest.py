@@ -276,7 +276,7 @@ def test_each_file_of_a_manifest_is_verified(store, log):
 
 
 def test_objects_of_other_clusters_are_rejected(store, log):
-    """The key in the name of an object must be that in its metadata."""
+    """The key in the name of an object must equal the key in the object's metadata."""
     manifest = Manifest.from_bytes(store.read(log.name), log.name)
     foreign_name = f"{UUID(bytes=b'z' * 16)}/{PARTITION_ID}/objects/3.parquet"
     store.write(foreign_name, store.read(object_name(3)))

@@ -167,7 +167,7 @@ def test_after_an_error_of_the_store_the_check_prints_where_to_continue(
 
 
 def hang_until_reported(monkeypatch):
-    """Return a function that returns when the command has printed that the store hangs."""
+    """Return a function that waits until the command has printed that the store hangs."""
     is_printed, lines = Event(), []
 
     def print_error(text):

@@ -361,7 +361,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 @run_on_virtual_loop
 async def test_a_failed_stream_does_not_wait_for_its_server():
-    """If it waited, the client would regard the server as silent and watch ZooKeeper."""
+    """If the stream waited, the client would regard the server as silent and watch ZooKeeper."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         partition = client._partitions[0]
@@ -929,7 +929,7 @@ async def test_a_cancelled_opening_closes_all_connections():
 
 @run_on_virtual_loop
 async def test_a_flush_waits_for_earlier_appends_only():
-    """If it waited for later appends, a service with constant appends would wait without end."""
+    """If a flush waited for later appends, a service that always appends would wait without end."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         is_flushed = False

@@ -194,7 +194,7 @@ def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monk
     system_call = Preadv(monkeypatch)
     records = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
     assert b"".join(records) == files.records
-    # A grant that needs a segment whose file is not open yet is read on a thread.
+    # If a grant needs a segment whose file is not open yet, the grant is read on a thread.
     assert system_call.callers == ["thread"] * 3 + ["loop"] * 2
 
 

@@ -231,8 +231,8 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
             await make_moves(cluster, proxies, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
-        # The log has each append once, at the ID of its outcome and in the order of the appends,
-        # although the client has sent some of them twice.
+        # The client has sent some appends twice. Even so, the log has each append once, at the ID
+        # of its outcome, and in the order of the appends.
         sent = [b"%d-%d" % (turn, i) for turn in range(4) for i in range(20)]
         assert [data[transaction_id] for transaction_id in ids] == sent
         assert ids == sorted(ids)

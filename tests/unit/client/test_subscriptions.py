@@ -389,7 +389,7 @@ class WithdrawContext(TransactionContext):
 
 @run_on_virtual_loop
 async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applied():
-    """A new context, and an append without a mark, after its partition was unsubscribed."""
+    """After a partition was unsubscribed, it gets a new context, and an append without a mark."""
     account = [lock("account")]
     async with two_clients() as (_, first_client, second_client):
         callbacks = ResumingCallbacks()

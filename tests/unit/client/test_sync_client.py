@@ -156,8 +156,8 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
                     client.submit(context).result(TEST_TIMEOUT_S)
                 if isinstance(caught.value, errors.ViewBehind):
                     break
-                # On a busy machine, the context may not have been rejected yet; the next context
-                # has more time.
+                # On a busy machine, the context may end before it is rejected. The next context has
+                # more time.
             may_continue.set()
     assert isinstance(caught.value, errors.ViewBehind)
     assert (caught.value.applied, caught.value.high_water_mark) == (0, 9)

@@ -45,7 +45,10 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
 
 @run_on_virtual_loop
 async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
-    """The task found no later writes before its pause; its rows would enter the log twice."""
+    """If the task began the write, its rows would enter the log twice.
+
+    Before its pause, the task found no later writes.
+    """
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes
     await other.begin("s-5", MARKS, 5, in_series=True)
@@ -85,7 +88,7 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
 
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
-    """If it did, the rows of the new write would be regarded as committed."""
+    """If the process finished it, the rows of the new write would be regarded as committed."""
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
@@ -132,7 +135,10 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
 
 @run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
-    """If it did, both would use one ID, and the other's next attempt would not find its rows."""
+    """If the attempt replaced the client ID, both principals would use one ID.
+
+    Then the next attempt of the other principal would not find its rows.
+    """
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     own_writes = coordinator.writes.for_principal("mine")
@@ -147,7 +153,7 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
 @run_on_virtual_loop
 async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
-    """After a removal, its tasks would get other client IDs, and append their rows once more."""
+    """After a removal, the write's tasks would get other client IDs, and append rows once more."""
     world, paused_session, other_coordinator = await with_cluster()
     coordinator = Coordinator(await world.znodes(), ROOT)
     other, remaining_writes = coordinator.writes, [writes_before]

@@ -89,7 +89,7 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
 
 @run_on_loop
 async def test_a_former_owner_decides_no_outcome(cluster):
-    """The old owner's mark is outdated, and the new owner has committed appends that it lost."""
+    """The old owner's mark is outdated: the new owner committed appends that the old one lost."""
     async with client_of(cluster) as client:
         await client.mount([0])
         directory = client.directory
@@ -183,7 +183,7 @@ class RecordingCallbacks(AsyncCallbacks):
             self.is_over.set()
 
 
-# The feed contains the first transaction, and a fetched range of headers the second
+# The first transaction is in the feed, and the second transaction is in a fetched range of headers
 # (partition_stream.py, invariant 7).
 @run_on_loop
 @pytest.mark.parametrize("behind", [1_000, 3_000])

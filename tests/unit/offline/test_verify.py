@@ -529,7 +529,7 @@ def test_lock_files_are_expected_and_unknown_files_are_noted(storage):
 
 @pytest.fixture
 def log_with_later_start(tmp_path):
-    """A log without segment 0..10, which begins after batch 9..20, and a complete copy of it."""
+    """A log without segment 0..10 that begins after batch 9..20, and a complete copy of the log."""
     world = sample_log()
     world.prepare()
     world.set_mark()

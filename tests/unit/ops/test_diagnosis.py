@@ -310,7 +310,7 @@ def test_a_storage_that_does_not_answer_is_reported(case):
 
 
 def test_the_doctor_waits_for_a_storage_that_is_starting(case):
-    """After a crash a storage first reads its logs, without a port; a restart would repeat this."""
+    """After a crash, a storage reads its logs before it has a port; a restart would repeat this."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, failure="refused", replicas={})
@@ -323,7 +323,8 @@ def test_the_doctor_waits_for_a_storage_that_is_starting(case):
     case.server(2, served_partitions={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
     assert {each.command for each in diagnose(case.facts)} == {again}
-    # On another machine this is unknown; starting the process a second time is harmless.
+    # On another machine, the doctor does not know that the storage is starting. Starting the
+    # process a second time is harmless.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-unavailable", "no-quorum"}
     assert "then wait" in diagnose(case.facts)[0].sentence
@@ -606,7 +607,7 @@ def test_replicas_that_are_too_few_or_in_the_wrong_groups_are_reported(case):
     assert {finding.command for finding in diagnose(case.facts)} == {
         f"waltz-core cluster auto-assign --connect {CONNECT}"
     }
-    # If the only storage of a group is full, its replicas would return to it.
+    # If the full storage is the only storage of its group, its replicas would return to it.
     case.storage(SPARE, disk=DiskFacts(5 << 20, True))
     assert {finding.command for finding in diagnose(case.facts)} == {
         f"waltz-core cluster add-storage HOST:PORT --group 3 --connect {CONNECT}"
@@ -805,7 +806,8 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     finding = archive.only_finding("archive-unavailable")
     assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in finding.sentence
     assert finding.command == f"waltz-core archive status --connect {CONNECT}"
-    # If each storage has failed even once, the lag of the archive is a consequence, and no finding.
+    # If each storage has failed, even once, the lag of the archive is a consequence of this, and no
+    # finding.
     archive.partition(0, oldest_unarchived_age_s=100 * HOUR_S)
     assert archive.only_finding("archive-unavailable")
     archive.storage(A, archive=failed)

@@ -157,7 +157,7 @@ def test_the_first_of_several_bad_records_is_returned() -> None:
 
 
 def test_wrong_record_lengths_are_found() -> None:
-    """The bytes are intact, but the lengths of the run differ from those of its records."""
+    """The bytes are intact, but the run's list of lengths differs from the records' lengths."""
     records, lengths = run_of([b"aa", b"bb"])
     shifted = lengths + np.array([1, -1])
     assert raw_records.first_bad_record(records, shifted) == 0

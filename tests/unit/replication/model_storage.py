@@ -1,7 +1,7 @@
 """A modeled storage: promises, appends, reads and rejections as replication sees them.
 
-It replaces the real storage in `ReplicationWorld`. It has a few dozen records in memory, and fields
-for the state of a disk, which tests may set.
+This storage replaces the real storage in `ReplicationWorld`. It has a few dozen records in memory,
+and fields for the state of a disk. Tests may set these fields.
 """
 
 import struct
@@ -73,8 +73,8 @@ class Disk:
 class ModelStorage:
     """One partition of one storage. `handle` answers requests after it has synced all writes.
 
-    One answer has a limited number of batches: `lineage_max` as entries, `range_batches_max` as
-    records.
+    One answer has at most `lineage_max` entries of batches, and the records of at most
+    `range_batches_max` batches.
     """
 
     def __init__(self, name, *, lineage_max, range_batches_max):

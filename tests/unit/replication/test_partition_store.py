@@ -293,7 +293,7 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     assert len(world.all_reported(SessionSettled)) == settled_count
     world.reopen()
     assert world.all_reported(SessionSettled)[-1].committed_last == -1
-    # This server has not read the batches of other owners before that session yet.
+    # This server has not yet read the batches that other owners wrote before that session.
     assert not world.all_reported(SessionOpened)[-1].follows_own_session
 
 

@@ -177,8 +177,8 @@ def test_a_replica_of_a_later_session_than_zookeeper_reports_a_rollback():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was in sync in store session 6" in recovery.exclusion_reason(later)
-    # A replica that has set a mark in a session that never opened has not reported it. Its state in
-    # ZooKeeper is unchanged.
+    # A replica has set a mark in a session that never opened. So the replica does not report this
+    # session as engaged, and the replica's state in ZooKeeper is unchanged.
     assert recovery.exclusion_reason(prepared(9, session=6)) is None
     assert recovery.exclusion_reason(replace(later, engaged_session=5)) is None
     # A storage outside ZooKeeper's last session cannot block the session of its members.

@@ -63,7 +63,7 @@ def test_the_source_of_a_copy_is_undamaged_and_has_the_mark_or_the_goal():
 
 
 def test_a_replica_is_not_truncated_to_match_a_log_other_than_the_goal(world):
-    """The first replica has another history, and the last replica has lost the end of its log."""
+    """The first replica's log has diverged, and the last replica has lost the end of its log."""
     world.submit()
     world.deliver(A)
     world.down = {A}

@@ -148,8 +148,9 @@ def test_a_batch_of_a_session_unknown_to_zookeeper_is_not_trusted(world):
 def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     world, monkeypatch, is_left_out
 ):
-    """A replica that ZooKeeper records as closed does not block the session of the others:
-    if there was a later session, one of the other replicas has its promise, too.
+    """A replica that ZooKeeper records as closed does not block the session of the others.
+
+    If there was a later session, one of the other replicas has promised that session, too.
     """
     if is_left_out:
         restart(world, down=[C])

@@ -372,7 +372,10 @@ def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_discon
 
 
 def world_with_gathered_append() -> Authors:
-    """No append is in flight; a gathered append waits for more appends because an author waits."""
+    """Return a world in which no append is in flight, and a gathered append waits.
+
+    This append waits for more appends because an author waits.
+    """
     world, _ = in_flight()
     world.follow(BOB)
     world.turn()

@@ -721,7 +721,8 @@ def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
     world = world_with_mount()
     mount = world.mount(BOB, B, feed=True)
     unknown_mount = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
-    # A client whose mount ended with an earlier ownership mounts again: it was not notified.
+    # A client was not notified that its mount had ended with an earlier ownership. So the client
+    # gets an error, and mounts again.
     assert world.error(unknown_mount) == errors.NotMounted.code
     world.send(B, messages.FeedRequest(mount, -2))
     ahead = world.send(B, messages.FeedRequest(mount, 7))
@@ -1239,7 +1240,7 @@ def test_a_proved_mark_includes_commits_during_the_proof() -> None:
 
 
 def test_an_opening_proves_the_mark_from_the_time_of_its_write() -> None:
-    """Another server may replace a server that is paused while its states are written."""
+    """If a server is paused while its states are written, another server may replace it."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
     world.report_from_store(replication.WriteMetadata(1, metadata, marker, 0, 0))

@@ -27,10 +27,10 @@ LOST, REFUSED, TAKEN = (
 
 
 class RandomLog:
-    """Answers batches at once, each row committed, rejected, or lost with all later ones.
+    """Answers batches at once: a row is committed, rejected, or lost together with all later rows.
 
-    Like the client, it keeps a writer's order: after a loss, it accepts no row until the writer has
-    received the outcome.
+    Like the client, this log keeps a writer's order: after a loss, the log accepts no row until the
+    writer has received the outcome.
     """
 
     def __init__(self, seed: int, *, loss: float) -> None:

@@ -11,7 +11,7 @@ from waltz_spark.planning import TransactionRange
 
 
 def objects_with(*ends: tuple[int, float], first: int = 0) -> ArchivedObjects:
-    """Return objects that end at these IDs and have this multiple of the bytes of a task."""
+    """Return objects; `ends` has the last ID of each, and its size as a multiple of a task's."""
     entries, begin = [], 0
     for last, size in ends:
         record_bytes = int(size * TASK_BYTES_MAX)

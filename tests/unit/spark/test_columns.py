@@ -330,7 +330,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
 
 
 def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
-    """If it did, two writers could append a key to two partitions, without a lock conflict."""
+    """Without this rule, two writers could append a key to two partitions without a conflict."""
     (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
     with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):

@@ -23,7 +23,7 @@ HINT = r"begins before transaction 5 of partition 0, .* Hint: .* failOnDataLoss=
 
 
 class Log:
-    """Partition 0 with the IDs 5..9, each committed at ten times its ID in ms, in seconds."""
+    """Partition 0 with the IDs 5..9; the commit time of an ID, in seconds, is ten times the ID."""
 
     def read_range(self, partition: int, first: int, last: int, **_: Any) -> list[Any]:
         assert (partition, first) == (0, last)

@@ -234,7 +234,7 @@ def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
 
 
 def test_an_archive_of_another_log_is_not_read(archived):
-    """For example after a rollback of ZooKeeper: neither owner nor readers get these records."""
+    """For example, ZooKeeper was rolled back: neither the owner nor readers get these records."""
     later = archived.world.owned(7, connection=2)
     uploaded = archived.uploaded
     mark = later.make(SetArchived, uploaded.last, bytes(16), 0, uploaded.file_crc, uploaded.name)

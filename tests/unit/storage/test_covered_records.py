@@ -335,7 +335,7 @@ def test_a_later_session_finds_all_records_with_batches(world):
 
 @pytest.mark.parametrize("added", [None, 2])
 def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
-    """The next start is of this version after a clean stop, or of 0.13, which appends records."""
+    """Either this version starts after a clean stop, or 0.13 starts and appends records."""
     cover(world)
     if added is None:
         world.stop()

@@ -1,4 +1,4 @@
-"""Repair of damage: only from a range's first ID, with valid records of the same history."""
+"""Repair of damage: only from a range's first ID, with valid records of the same log."""
 
 import numpy as np
 import pytest

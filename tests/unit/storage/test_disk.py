@@ -571,7 +571,7 @@ def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
     if all(in_memory):
         pytest.skip("a file system in memory")
     assert in_memory[-1]
-    # A part that is smaller than a step is not released, nor a folio in which a step ends.
+    # Two parts are not released: a part smaller than a step, and a folio in which a step ends.
     assert sum(in_memory) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 

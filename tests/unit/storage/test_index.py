@@ -1,4 +1,4 @@
-"""The two indexes of a segment: offsets, which can be rebuilt, and batches, which cannot."""
+"""The two indexes of a segment: offsets can be rebuilt, and batches cannot be rebuilt."""
 
 from random import Random
 

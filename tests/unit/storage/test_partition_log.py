@@ -212,7 +212,7 @@ def test_only_a_provisional_mark_may_be_lowered(world):
     world.log.set_low_water_mark(1, 5, world.log.chain)
     world.log.prepare(2, NONCE)
     assert world.log.truncate(2, 2, 2, world.log.chain_at(2)) == (2, world.log.chain)
-    # The mark was removed with its records. Its session is still regarded as never opened.
+    # The mark was removed with its records. The mark's session still counts as never opened.
     assert (world.log.state().mark_confirmed, world.log.state().engaged_session) == (True, -1)
     world.log.set_low_water_mark(2, 2, world.log.chain)
     assert world.log.state().engaged_session == -1
@@ -719,7 +719,8 @@ def test_a_truncation_stopped_by_a_wrong_index_is_completed_first(world):
     base = world.log.chain_at(5)
     with pytest.raises(DiskFailed, match=r"cannot truncate the log: .* wrong from record 6 on"):
         world.log.truncate(2, 5, 5, base)
-    # The intent is durable: the next opening would truncate the ten records of a session.
+    # The intent is durable. A session that kept all ten records would lose them at the next
+    # opening.
     with pytest.raises(DiskFailed, match="until it is opened again"):
         world.log.prepare(3, NONCE)
     world.crash()

@@ -69,7 +69,7 @@ def search_of(disk, *, last=19):
 
 
 def with_later_records(offset):
-    """Twenty records, of which 2 is damaged; those from 10 on are at another position as well."""
+    """Twenty records: record 2 is damaged; records from 10 on are also at another position."""
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip_bits(SEG, offset_of(2) + 40)
@@ -80,7 +80,7 @@ def with_later_records(offset):
 
 
 def test_damage_ends_at_a_record_that_the_index_confirms():
-    # The damage is from the middle of 8 up to the middle of 12.
+    # The damage is from the middle of record 8 up to the middle of record 12.
     assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
 
 

@@ -464,7 +464,10 @@ def interrupted_openings(prepare, survival, info=INFO):
 
 
 def test_an_adoption_interrupted_at_any_step_keeps_the_records_of_0_13():
-    """Only the session shows that 0.13 has written; the slot must not store it too early."""
+    """Only the session shows that 0.13 has written.
+
+    The slot must not store this session too early.
+    """
     more, lengths = make_run(5, [20] * 4)
 
     def run_0_13(disk):
@@ -770,7 +773,10 @@ def test_a_damaged_batch_before_the_newest_segment_is_not_torn():
 
 
 def test_a_torn_batch_across_two_segments_is_truncated_without_suspicion():
-    """The part in the older file was synced; the batch was not synced or acknowledged."""
+    """The batch's part in the older file was synced.
+
+    The whole batch was neither synced nor acknowledged.
+    """
     disk = new_disk()
     segments, records, entries = write_log(disk, [3, 2], acked=2)
     more, lengths, _ = make_batches(5, [2], entries[-1].chain)

@@ -173,8 +173,8 @@ def test_confirmed_damage_is_kept_and_repaired_durably(bad):
 
 
 def test_intact_records_with_a_wrong_id_do_not_end_damage():
-    """A misdirected write: later records overwrite the beginning, and also exist where they
-    belong, too (seed 520000203)."""
+    """A misdirected write: copies of later records overwrite the beginning; the originals remain
+    where they belong (seed 520000203)."""
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [30])
     page_offset = offset_of(0) + 17  # a page may begin anywhere in a record

@@ -596,7 +596,7 @@ def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
 
 
 def test_many_reads_of_clients_do_not_pause_the_owner(make):
-    """If they paused it, a client could stop the appends and heartbeats of all sessions."""
+    """If reads paused the owner, a client could stop the appends and heartbeats of all sessions."""
     world = make(queue_bytes_max=4_000)
     owner = world.owned(5)
     world.ask(1, owner.append())

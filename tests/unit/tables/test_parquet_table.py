@@ -402,7 +402,7 @@ def test_a_type_that_parquet_does_not_support_is_rejected(tmp_path: Path, kind: 
 
 
 def test_a_permanent_error_is_not_reported_as_unavailable(tmp_path: Path):
-    """A follower without an end would repeat the batch forever if the error were `Unavailable`."""
+    """If the error were `Unavailable`, a follower without an end would repeat the batch forever."""
     table = open_table("/sys/waltz_table")  # no user may write there
     table.create(START)
     with pytest.raises(BadConfig, match=r"^table /sys/waltz_table: cannot write .* Hint: the user"):

@@ -111,7 +111,8 @@ async def test_handshakes_alternate_between_hosts_with_pauses():
         begin_one()
         started += [name for name, turn in added.items() if turn.done() and name not in started]
     assert started == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
-    # No pause before the first handshake or after closed connections, but after the last handshake.
+    # There is a pause after the last handshake, but none before the first handshake or after closed
+    # connections.
     pause = port_limits.HANDSHAKE_PAUSE_S
     assert pauses_s == [0, pause, 0, pause, 0, pause, pause]
 
