@@ -400,8 +400,8 @@ class LockFailed(Superseded):
     """Another transaction has written one of the append's locks after the client's high-water mark.
 
     `conflicting` is the ID of the transaction that has written the lock, or a later ID.
-    `high_water_mark` is a mark that includes this transaction. `conflicting` or `high_water_mark`
-    is None if the server does not know this ID. After an `append` with the argument `pipelined`,
+    `high_water_mark` is a mark that includes this transaction. Each of these two attributes is None
+    if the server does not know its value. After an `append` with the argument `pipelined`,
     `pipelined_state` is the value of this argument for the next `append`.
 
     Action: Apply the log up to `high_water_mark`, compute the transaction again, and append the

@@ -2,8 +2,8 @@
 
 Rules:
     1. The driver determines the schema of a write before any task starts: it registers the schema
-       of the columns, or requests a version. Tasks receive the schema with the options, so they
-       need no registry.
+       of the columns, or requests a version. The tasks of a write receive this schema with the
+       options, so they need no registry for it.
     2. A task that reads requests each schema once per process.
 """
 

@@ -45,7 +45,7 @@ async def add_storage(
 
 
 async def _check_data_port(address: ReplicaId) -> None:
-    """Raise Unreachable if no process answers at `address`, BadConfig if no storage does."""
+    """Raise Unreachable if no process answers, BadConfig if the port is no data port."""
     name = await hello_text_at(WireProtocol.STORAGE, address)
     if name is None:
         raise Unreachable(

@@ -602,7 +602,7 @@ class _ClusterDiagnosis:
         return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
 
     def drain_command(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
-        """Return the command that moves replicas to the storage that can take most of these."""
+        """Return the command that moves replicas to the storage that can take the most of them."""
 
         def movable_partitions(name: ReplicaId) -> list[PartitionId]:
             return [

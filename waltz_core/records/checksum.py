@@ -266,7 +266,7 @@ def _trailer_products() -> U32:
 
 @lru_cache(maxsize=16)
 def _row_tables(width: int) -> U32:
-    """Return an array [column, value] with the share of a byte in the CRC of a row."""
+    """Return an array [column, value]: what a byte adds to the CRC of a row of `width` bytes."""
     tables = np.empty((width, 256), dtype=np.uint32)
     image = _byte_table()
     for column in range(width - 1, -1, -1):

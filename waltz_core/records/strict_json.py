@@ -102,7 +102,7 @@ def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
 
 
 class _SurrogateError(ValueError):
-    """A string in the JSON text contains half a character."""
+    """A string in the JSON text contains an unpaired surrogate."""
 
 
 def _surrogate_error(value: object) -> ValueError:

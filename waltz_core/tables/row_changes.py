@@ -282,7 +282,7 @@ def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
 def select_transactions(
     batch: pa.RecordBatch, after: int, headers: Sequence[int]
 ) -> pa.RecordBatch:
-    """Return the transactions after a mark; unless `headers` is empty, filtered by header."""
+    """Return the transactions after a mark that have one of the headers; all if none is given."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
         is_selected &= np.isin(batch["header"].to_numpy(), headers)

@@ -62,9 +62,8 @@ class ArchiveGuarantees:
         self._listed_objects: dict[str, ObjectEntry] = {}
         self._deleted_files: dict[str, None] = {}
         self._replaced_ms: dict[str, int] = {}  # manifest -> when the next manifest was written
-        # Expiry (rule 3). First the requested ID. Then, for each manifest, the time of its
-        # computation, on the world's clock and on the storage's clock. Then each first available ID
-        # with its time.
+        # Expiry (rule 3): the requested ID; for each manifest, the time of its computation (on the
+        # world's clock and on the storage's clock); each first available ID with its time.
         self._expiry_requested_id = TransactionId(0)
         self._computed_ms: dict[str, tuple[int, int]] = {}
         self._expired_ids: list[tuple[TransactionId, int]] = []

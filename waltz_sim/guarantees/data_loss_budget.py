@@ -12,9 +12,9 @@ Rules:
        - Another replica has lost data in the current session. This session could engage it because
          of its earlier answers.
     2. A replica may lose the end of its log without a trace, within a session. No component can
-       detect this loss. It is allowed only if a quorum of other replicas is engaged, and all
-       engaged replicas hold everything that this replica holds (docs/design/correctness.md 2.4,
-       rows 2 and 8). Even if one of these replicas is away, the others outvote this replica.
+       detect this loss. It is allowed only if a quorum of other replicas is engaged, and all of
+       these engaged replicas hold everything that this replica holds (docs/design/correctness.md
+       2.4, rows 2 and 8). Even if one of these replicas is away, the others outvote this replica.
     3. A replica that has lost data is trusted again under two conditions: a later session has
        engaged it, and a complete read of a copy of its disk has found no damage.
     4. ZooKeeper's data is the last record of the expected content of the disks. So this data may

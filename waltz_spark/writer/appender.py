@@ -165,7 +165,7 @@ class _PartitionRows:
 
 
 class Appender:
-    """Sends rows to the log and yields their final outcomes, in order within a log partition."""
+    """Sends rows and yields their final outcomes, oldest first within each log partition."""
 
     def __init__(
         self,

@@ -366,7 +366,7 @@ def placement_with_replacement(
 
     If both storages have a replica of a partition, the result depends on the number of its
     replicas. If the partition has more replicas than usual, the change completes an earlier move.
-    In all other cases, this function raises BadRequest, because the change would only remove a
+    If it does not, this function raises BadRequest, because the change would only remove a
     replica.
     """
     usual_count = _usual_replica_count(current)
