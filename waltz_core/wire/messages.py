@@ -1056,9 +1056,10 @@ class SetLowWaterMark(StorageMessage):
 class Truncate(StorageMessage):
     """Truncate the log after `last_to_keep`.
 
-    `base` is the highest last ID of a batch that the owner knows at or below `last_to_keep`.
-    `base_chain` is the hash chain at `base`. The storage rejects the request if its chain at `base`
-    differs, or if `last_to_keep` is below the confirmed low-water mark.
+    `base` is the last ID of a batch: of all batch ends that the owner knows, the highest one that
+    is not above `last_to_keep`. `base_chain` is the hash chain at `base`. The storage rejects the
+    request if its chain at `base` differs, or if `last_to_keep` is below the confirmed low-water
+    mark.
     """
 
     code = 68

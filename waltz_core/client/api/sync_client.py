@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from waltz_core.client.stream.appends import ReportOrder
     from waltz_core.client.stream.outcome_tracker import BatchOutcome
 
-# Sizes of two pools: threads for `execute`; threads for hooks and feeds, one for each that runs.
-# The pools are separate because a callback or a hook may wait for a context.
+# The maximum sizes of two pools: threads for `execute`, and threads for hooks and feeds (one for
+# each that runs). The pools are separate because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
 # Timeout for the tasks that are still on the loop when the client closes.

@@ -117,7 +117,7 @@ class ServerLink:
 
     @property
     def issues_client_ids(self) -> bool:
-        """Whether the server issues client IDs, and supports reads of one client's rows only."""
+        """Whether the server issues client IDs, and can return the rows of a single client ID."""
         return (self._link.version or 0) >= ClientIdRequest.since
 
     @property

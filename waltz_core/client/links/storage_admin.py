@@ -129,7 +129,7 @@ async def copy_partition(
     *,
     bytes_max: int = COPY_BYTES_MAX,
 ) -> int:
-    """Append a source's settled transactions to the log of a target; return the log's last ID.
+    """Append a source's settled transactions to a target's log; return the target's last ID.
 
     `first` is the ID after the target's last one. The target must be offline, and its log must be a
     prefix of the source's log: the target rejects data that differs, and truncates nothing.

@@ -168,8 +168,8 @@ class PipelinedState:
     ) -> "PipelinedState":
         """Return this state, extended by the predecessors that came with a rejection at `mark`.
 
-        `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError if the
-        IDs of the predecessors are not above the mark, or not ascending.
+        `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError unless
+        the IDs of the predecessors are ascending, above `mark`, and at most `message.last`.
         """
         earlier_predecessors, base_mark = (
             (self.received, self.base_mark) if self.has_received_predecessors else ((), mark)

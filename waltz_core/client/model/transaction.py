@@ -235,7 +235,10 @@ class TransactionContext(ABC):
         """
 
     def on_lock_failure(self) -> None:  # noqa: B027
-        """A lock rejected an attempt; a retry begins when the winning transaction is applied."""
+        """A lock rejected an attempt.
+
+        A retry begins when the conflicting transaction is applied.
+        """
 
 
 def check_context(context: object) -> TransactionContext:

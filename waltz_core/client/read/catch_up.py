@@ -40,7 +40,7 @@ class Recipient(NamedTuple):
 
 
 class CatchUp:
-    """Reads one partition from a mark until its feed begins, and again if the feed lags far."""
+    """Reads one partition from a mark until its feed begins, and again whenever it lags far."""
 
     def __init__(
         self,

@@ -214,7 +214,7 @@ class Applier:
         self._range_arrived.set()
 
     async def wait_until_applied(self, mark: TransactionId) -> None:
-        """Wait until the feed is applied up to `mark`; raises Unavailable if the feed stops."""
+        """Wait until the feed is applied up to `mark`; raises Unavailable if it stops earlier."""
         while self._applied is None or self._applied < mark:
             if self.stopped is not None:
                 raise errors.Unavailable(

@@ -15,7 +15,7 @@ Rules:
        later wait for the held rows. If a submission waits in the stream and was not sent yet, the
        stream returns it as lost, so that its rows are also held
        (`outcome_tracker.Submission.keeps_order`).
-    5. A wait for earlier appends (a flush) does not include later appends, because it might then
+    5. A wait for earlier appends (a flush) does not include later appends. If it did, it might
        never end.
 """
 

@@ -697,7 +697,7 @@ class PartitionStream:
     def _on_id_denied(
         self, error: errors.ClientIdDenied, now_ms: int, effects: list[Effect]
     ) -> None:
-        """Use another client ID. Rows in doubt could be read back only with the denied ID."""
+        """Mount again with a new client ID. Rows in doubt can be read back only with the old ID."""
         self._is_id_denied = self.needs_client_id = True
         self.failure = str(error)
         for pending in list(self._tracker):

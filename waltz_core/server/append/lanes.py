@@ -88,7 +88,7 @@ class Lanes(Generic[WaitingT]):
         return len(self._lanes)
 
     def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
-        """Whether the lanes are full and this connection has used its share of all bytes."""
+        """Whether the lanes are full and this connection has used its share of `limit`."""
         if self.queued_bytes + cost_bytes <= limit:
             return False
         return self.queued_bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)

@@ -17,10 +17,10 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        after `SessionSettled`.
     4. A lost row ends its client's mount, because later appends of the client must not overtake the
        row.
-    5. All small requests of one turn are sent to the store as one batch, and share a quorum round.
-       A large request is sent alone, so that no small request waits for its bytes. While the server
-       is shared (`large_batch_throttle.py`), a large request is sent in pieces, and small requests
-       of other clients take turns in between.
+    5. All small requests of one turn are sent to the store as one batch, so that they share a
+       quorum round. A large request is sent alone, so that no small request waits for its bytes.
+       While the server is shared (`large_batch_throttle.py`), a large request is sent in pieces,
+       and small requests of other clients take turns in between.
     6. IDs in flight are consecutive, starting after the high-water mark.
     7. Rule 1 applies to each piece of a large request. When the mount or the generation has ended,
        the rest of the request is rejected; validated rows keep their outcome. If a piece is lost
@@ -225,7 +225,7 @@ class AppendPipeline:
         return out
 
     def hold_submissions(self) -> None:
-        """Submit no more appends, so that the session can end without appends in flight."""
+        """Submit nothing more in this session, so that it can end without appends in flight."""
         self._are_submissions_held = True
 
     def on_session_closed(

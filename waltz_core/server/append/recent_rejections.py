@@ -101,7 +101,7 @@ class RecentRejections:
     def drop_lost(self, last: TransactionId) -> None:
         """Drop the rows rejected for transactions above `last`, which are lost (rule 2).
 
-        All lost rows are single appends, because a batch is answered when its conflicts are final.
+        All dropped rows belong to single appends: a batch is answered when its conflicts are final.
         """
         kept_appends = deque(append for append in self._appends if max(append.conflicts) <= last)
         self._appends, self._row_count = (

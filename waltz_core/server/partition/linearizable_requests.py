@@ -3,7 +3,8 @@
 A server that was paused or partitioned does not know that another server has replaced it, so its
 high-water mark may be stale. Therefore the server answers a request for the mark only after a
 *proof*: a quorum of storages confirms that it knows of no later session. If the last proof is fresh
-enough, the server answers at once. If not, the proof must begin after the request has arrived.
+enough for the request, the server answers at once. If not, the server waits for a proof that begins
+after the request has arrived.
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper unavailable"):
     1. A proof that began before a request arrived is sufficient only for requests that accept an

@@ -6,9 +6,9 @@ Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.
     2. If the state machine raises an exception, the process exits, because the machine's state can
        no longer be trusted. Clients get the outcomes of their appends from the next owner.
-    3. After a partition was released and a pause has passed, the server owns the partition again,
-       if it is still assigned. If the partition was released because there was no quorum, this
-       server first tries to hand the partition over to another server.
+    3. If a released partition is still assigned to this server after a pause, the server owns it
+       again. If the partition was released because there was no quorum, this server first tries to
+       hand the partition over to another server.
     4. A session begins only with a permit (`session_open_limit.py`). The permit ends when the
        session is open or abandoned.
 """

@@ -1,7 +1,7 @@
 """Read-ahead for clients that request transactions one by one.
 
-A 0.13 client requests the data of each transaction in a separate message. If a transaction is no
-longer in the transaction cache, each request without read-ahead would be a round trip to a storage.
+A 0.13 client requests the data of each transaction in a separate message. Without read-ahead, each
+request for a transaction outside of the transaction cache would be a round trip to a storage.
 
 Rules:
     1. A range is fetched if a request closely follows an earlier request of the same partition. The

@@ -133,7 +133,7 @@ class PortAccess:
     def add_connection(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
     ) -> "ConnectionAccess":
-        """Register a connection and return its access; `end` closes the connection, with a reason.
+        """Register a connection and return its access; `end` aborts the connection, with a reason.
 
         `certificate` is the verified certificate of the peer, if it has one.
         """
