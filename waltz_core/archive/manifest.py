@@ -1,8 +1,8 @@
 """The manifest of a partition's archive: its objects, in order and without gaps.
 
 A manifest is a head and pages. A page lists `ENTRIES_PER_PAGE` objects, and never changes. The head
-lists the pages and the newest objects. So even in a large archive, to add an object requires only a
-new head and, at times, one new page. Head and pages are separate files, and are never overwritten
+lists the pages and the newest objects. So even in a large archive, a new object requires only a new
+head and, at times, one new page. Head and pages are separate files, and are never overwritten
 (rule AR 2). Each file contains:
 
     8 hexadecimal digits   CRC-32 of the rest

@@ -32,7 +32,7 @@ class ReplacedObject(NamedTuple):
 
 @value(frozen=True, slots=True, eq=False)
 class UploadJob:
-    """A job to write the batches from `first` on as an object, and to add the object to a manifest.
+    """A job to write batches from `first` on as an object, and a new manifest that lists it.
 
     `manifest` is the name of the present manifest, which ends before `first`; it is empty if
     nothing is archived. Session, nonce and attempt make the names of new files unique (rule AR 2).

@@ -74,7 +74,7 @@ class RestoredRange:
         """Check the manifest and its objects (rules 1 and 2).
 
         Raises:
-            ObjectMissing: an object does not exist, and the caller does not allow this (rule 2).
+            ObjectMissing: an object does not exist, and no exception of rule 2 applies.
             ArchiveUnavailable: the store did not execute a request.
             BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
@@ -129,10 +129,10 @@ class RestoredRange:
         return self._manifest.last
 
     def batch_end_at(self, last: TransactionId) -> BatchEnd | None:
-        """Return the last batch end at or below an ID (rule 3); None if the first batch ends later.
+        """Return the last batch end at or below an ID (rule 3); None if this end is before ID 0.
 
         Raises:
-            BadRequest: the archive does not contain the ID.
+            BadRequest: the archive does not contain the ID, or no batch end at or below the ID.
             ObjectMissing, ArchiveUnavailable: the object cannot be read.
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """

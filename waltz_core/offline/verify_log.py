@@ -91,8 +91,8 @@ class _LogCheck:
             )
             slot = self._expected.slot
             if slot is not None and slot.flags & TRUNCATE:
-                # The next start completes this truncation. A part of the bytes after `truncate_to`
-                # may already be missing.
+                # The next start completes this truncation. Bytes after `truncate_to` may already be
+                # missing.
                 self._synced_up_to = min(self._synced_up_to, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,

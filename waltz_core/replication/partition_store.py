@@ -543,7 +543,7 @@ class PartitionStore:
         self._retry_at_ms = self._now_ms + self._backoff_ms(self._unavailable_count)
         self._unavailable_count += 1
         if self._no_quorum_since_ms is not None:
-            # To release the partition would not help: other servers probably do not reach ZooKeeper
+            # A release would not help, because other servers probably do not reach ZooKeeper
             # either.
             self._no_quorum_since_ms = self._now_ms
 

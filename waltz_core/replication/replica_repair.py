@@ -62,7 +62,7 @@ class RepairGoal(NamedTuple):
     """The decided mark, and the log's hash chain there.
 
     `chain` is None until a log ends at the mark. `archived_mark` is set only if the log may be
-    reset (rule 7). `lowest_source_start` is the minimum of the starts of all sources.
+    reset (rule 7). `lowest_source_start` is the lowest ID after which the log of a source begins.
     """
 
     mark: TransactionId

@@ -189,7 +189,7 @@ class ExpireArchive:
 
 @value(frozen=True, slots=True)
 class ReplaceArchivedObject:
-    """Replace the archived object `name` with the IDs first..last, which is corrupt or missing.
+    """Replace the corrupt or missing object `name`; the manifest lists it with IDs first..last.
 
     `token` identifies the request, so the event may be sent again with the same token.
     """

@@ -56,7 +56,7 @@ class LostBatches(NamedTuple):
     """Unreadable entries in a segment, from a position on.
 
     `ids` are the IDs of the batches of these entries and of the next batch. `is_provable` is set if
-    only one entry is unreadable and another entry follows it: then the entry may be rebuilt.
+    there is only one entry, and a readable entry follows it: then the entry may be rebuilt.
     """
 
     segment_index: int
@@ -324,10 +324,10 @@ class Segments:
     def _repair_batches(self, index: int, low: int, high: int) -> None:
         """Rebuild the entries at positions low..high-1, whose neighbors are readable.
 
-        A single entry can be reconstructed from the chain hash of the next entry. Only the entry's
-        stamp cannot: it is replaced by the stamp of the preceding entry. If several entries are
-        lost, the bounds of their batches are lost, and the new chain hashes differ from those of
-        other replicas.
+        A single entry, except for its stamp, can be reconstructed from the chain hash of the next
+        entry. The new entry gets the stamp of the preceding entry. If several entries are lost, the
+        bounds of their batches are lost, and the new chain hashes differ from those of other
+        replicas.
         """
         lineage = self.all[index].lineage
         if high == lineage.count:

@@ -111,8 +111,8 @@ class LogFiles:
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
-            # A part of the append may be written: a truncation removes it. The session ends, but
-            # the disk has not failed.
+            # A part of the append may have been written. The truncation removes this part. The
+            # session ends, but the disk has not failed.
             self._truncate_to(*log_end_before)
             raise
         except DiskFailed as error:

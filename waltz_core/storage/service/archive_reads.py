@@ -13,8 +13,8 @@ Rules (docs/decisions/054):
        even if the session has ended, because archived records do not change.
     5. An answer ends at the archived mark. If local records are damaged and the archive cannot
        return them, the error contains both reasons. If the files of the archive are damaged, too,
-       this error is an error of damage. If they are not damaged, it has the type of the archive's
-       error.
+       this error is an error of damage. If only the local records are damaged, the error has the
+       type of the archive's error.
     6. At most QUERIES_MAX requests wait for the archive. Further requests are rejected, and may be
        repeated. `queue_limits.py` does not count these requests: if it counted them, a store that
        hangs would also stop the owner's connection.

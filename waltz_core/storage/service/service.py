@@ -3,9 +3,9 @@
 The same code runs with threads in the daemon, and without threads in the simulator.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
-piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. Then all
-waiting appends are written together, and synced once (group commit). Reads wait in a separate
-queue, and take turns with appends.
+piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. One piece
+of work writes consecutive waiting appends together, up to `GROUP_BYTES_MAX`, and syncs them once
+(group commit). Reads wait in a separate queue, and take turns with appends.
 
 Rules:
     1. Only PREPARE raises a partition's session. If a request names another session, the storage
@@ -27,7 +27,7 @@ Rules:
    10. An owner has one connection at a time: the latest one. Late requests from its earlier
        connections change nothing. An earlier connection never counts as another owner.
    11. If the files of an open partition were deleted or replaced, the storage stops serving only
-       this partition. It is not opened again, because the new files may lack a promise.
+       this partition. The partition is not opened again, because the new files may lack a promise.
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
