@@ -1,7 +1,8 @@
 """Compares what applications received under chaos with the log at the end.
 
-The comparison needs no cluster and no clock, only files and the log. So a history can be checked
-again, and the tests of these checkers can falsify a history.
+What the applications sent and received is recorded in files, the *history*. The comparison needs
+only the history and the log, but no cluster and no clock. Therefore a history can be checked again
+later, and the tests of these checkers can check a falsified history.
 
 The checks include those of `examples/four_writers.py`. No transaction reported as committed is
 lost, moved, changed or duplicated. The log has no transaction that was reported as failed. IDs are

@@ -41,7 +41,8 @@ PROGRESS_TIMEOUT_S = 45.0
 EQUAL_REPLICAS_TIMEOUT_S = 60.0
 # An interrupted request to the store fails after 20 s, and may be repeated.
 ARCHIVE_TIMEOUT_S = 120.0
-# With an archive, each partition must reach this high-water mark, so that storages remove segments.
+# A round with an archive waits until each partition has at least this high-water mark, so that the
+# logs have enough segments for storages to remove some.
 TRANSACTIONS_MIN = 800
 FAULT_FREE_S = 4.0
 SLEEP_S = 0.02

@@ -80,7 +80,10 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
 
 
 def test_records_are_repaired_although_their_batch_is_corrupt_too(monkeypatch):
-    """The records are checked against the batch, which can only be rebuilt from the records."""
+    """A storage first accepts the records, and then rebuilds the entry of their batch from them.
+
+    Usually a storage checks records against this entry before it accepts them.
+    """
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Segments, "rebuild_lost_batch", lambda *_: False)

@@ -102,7 +102,8 @@ def test_a_table_without_marks_accepts_only_one_first_commit(
     assert first.apply(change(spark, 2), marks_up_to(2, -1))
 
 
-# The follower finds both kinds of commits by the same search in the table's history.
+# The follower finds a `RESTORE` and a commit of another follower by the same search in the table's
+# history. Therefore the test with `RESTORE` runs only in `make test-slow`.
 @pytest.mark.parametrize("other", [pytest.param("restore", marks=pytest.mark.slow), "follower"])
 def test_another_commit_between_a_read_and_a_merge_is_found(
     spark: SparkSession, tmp_path: Path, other: str

@@ -215,6 +215,7 @@ class Coordinator:
     async def _create(
         self, new: NewCluster, steps_at: Callable[[int], list[list[Operation]]]
     ) -> None:
+        """Create the nodes of a cluster; `steps_at` returns the writes for a root's version."""
         root = self.paths.root
         parents = [root[:end] for end in range(1, len(root)) if root[end] == "/"]
         await self._nodes.create_missing(parents)

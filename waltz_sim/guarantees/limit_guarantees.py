@@ -96,8 +96,10 @@ class LimitGuarantees:
         service = storage.service
         if service is None:
             return
-        # The lag counts the bytes of records. The queue also counts the rest of each request, and
-        # the answer to a read. Each session may send one more read before its connection is paused.
+        # Each of two sessions may exceed the limit of the queue: by the records that it sends
+        # before an answer arrives (the lag), and by one more read, because only the arrival of this
+        # read pauses the connection. A read counts with the size of its answer. The queue also
+        # counts `REQUEST_BYTES` for each request, which the comparison below subtracts.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + PREFETCH_BYTES_MAX)
         held = service.queue_limits
         for queued_bytes in (held.owner_bytes, held.reader_bytes):

@@ -148,9 +148,10 @@ def test_a_batch_of_a_session_unknown_to_zookeeper_is_not_trusted(world):
 def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     world, monkeypatch, is_left_out
 ):
-    """A replica that ZooKeeper records as closed does not block the session of the others.
+    """If ZooKeeper records this replica as closed, the other replicas open a session without it.
 
-    If there was a later session, one of the other replicas has promised that session, too.
+    This is safe: if there was a later session, one of the other replicas has promised it, too. If
+    ZooKeeper does not record the replica as closed, no session opens.
     """
     if is_left_out:
         restart(world, down=[C])

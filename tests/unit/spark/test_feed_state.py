@@ -226,7 +226,7 @@ def test_a_killed_task_keeps_the_previous_mark(file: Path) -> None:
 def test_a_task_with_a_deleted_file_does_not_change_the_new_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of the files in the middle of a SQLite transaction is like the state after a kill."""
+    """The copy in `killed`, made during a SQLite transaction, is like the files after a kill."""
     monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA cache_size = -16")
     paused = open_cached_state(file)
     assert paused is not None

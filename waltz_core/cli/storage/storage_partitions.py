@@ -91,6 +91,7 @@ async def _change_partitions(
 
 
 def _ranges(numbers: list[int]) -> str:
+    """Return the numbers, separated by commas."""
     return ", ".join(map(str, numbers))
 
 

@@ -163,7 +163,7 @@ class RebuildOperations(Protocol):
 
 
 async def declare_log(metadata: model.PartitionMetadata, operations: RebuildOperations) -> None:
-    """Make a chosen log the log of its partition, in the order of rule 6."""
+    """Make a chosen log the log of its partition: write the metadata, mark, assign (rule 6)."""
     await operations.write(metadata)
     await operations.mark()
     await operations.assign()
