@@ -154,6 +154,7 @@ class FeedRun:
     def _clear(self) -> None:
         self._first, self._count = 0, 0
         self._headers = bytearray()
+        # The positions, counted from `_first`, of the transactions that the filter selects.
         self._selected_positions: list[int] = []
 
     def add(self, message: FeedData) -> None:
