@@ -204,8 +204,7 @@ def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
 def test_a_0_13_cluster_is_migrated_and_migrated_back(
     cluster: LocalCluster, old_cluster: OldCluster, tmp_path: Path
 ) -> None:
-    # The cluster was stopped while appends were in flight. The third storage was down in the last
-    # session.
+    # Stopped with appends in flight; the third storage was down in the last session.
     log = make_records(0, 1_500)
     old_cluster.write(log, [1_499, 1_479, 1_249], [(7, 1_399), (7, 1_399), (5, 999)])
     first, second, third = old_cluster.addresses
