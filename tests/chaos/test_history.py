@@ -145,7 +145,7 @@ def test_a_mark_below_a_reported_one_or_above_the_log_is_detected(history: Histo
 
 def test_a_commit_of_the_four_writers_that_is_missing_in_the_log_is_detected(history: History):
     history.lines[-2] = ["reported", "c", "committed", 3, 3.5, ""]
-    assert any("c was reported as committed and is lost" in problem for problem in history.wrong())
+    assert any("c was reported as committed, but is not" in problem for problem in history.wrong())
 
 
 def test_a_partial_line_is_read_when_it_is_complete(history: History):
