@@ -17,8 +17,8 @@ Rules (decision 048, AC 10):
     4. After an append over a limit, the partition rejects the client's further appends until its
        next mount. So the throttle rejects these appends, too, and does not charge them.
     5. A range is charged when it is sent. A range has at most the bytes that the limit permits in a
-       quarter of a second. Without this bound, concurrent ranges could use the rate of many seconds
-       in advance.
+       quarter of a second, but may always have 64 KiB (`RANGE_BYTES_MIN`). Without this bound,
+       concurrent ranges could use the rate of many seconds in advance.
     6. A feed counts towards the limit of feeds from its request on. The feed no longer counts when
        its mount fails, or when a later mount without a feed succeeds. Errors of other requests do
        not change the count. The peer chooses the IDs of its requests, and may use an ID twice. So
