@@ -7,7 +7,7 @@ traces.
 
 import pytest
 
-from tests.sim.mutants import DOCS, SEEDS_MAX, TRACES, load, run_broken, with_table
+from tests.sim.mutants import SEEDS_MAX, TRACES, load, run_broken
 from tests.sim.switches import SWITCHES
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.run import run
@@ -41,9 +41,3 @@ def test_each_trace_belongs_to_an_existing_switch():
     assert all(name == trace.switch for name, trace in KEPT_TRACES.items())
     needed = [trace.seeds_needed for trace in KEPT_TRACES.values()]
     assert all(each is None or 0 < each <= SEEDS_MAX for each in needed)
-
-
-def test_the_docs_report_these_traces():
-    """`python -m tests.sim.mutants --table` writes them again."""
-    text = DOCS.read_text(encoding="utf-8")
-    assert with_table(text) == text

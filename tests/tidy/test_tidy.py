@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scripts import generate_docs
 from scripts.reference import events
+from tests.sim import mutants
 from tests.tidy.sources import (
     PROJECT_ROOT,
     SourceFile,
@@ -651,6 +652,12 @@ def test_no_path_of_one_machine_is_named():
 
 def test_generated_samples_and_tables_are_current():
     fail_if_any(generate_docs.outdated_files(), "not current: run make docs")
+
+
+def test_the_table_of_broken_rules_is_current():
+    current = mutants.DOCS.read_text(encoding="utf-8")
+    expected = mutants.with_table(current)
+    assert current == expected, "not current: run python -m tests.sim.mutants --table"
 
 
 def test_a_log_line_is_the_name_of_an_event_and_its_fields():
