@@ -34,7 +34,7 @@ def quorum_minus_one() -> Patches:
 
 @switch
 def older_replica_votes() -> Patches:
-    """A replica whose session is older than that in ZooKeeper is trusted."""
+    """A replica is trusted although its session is older than the one in ZooKeeper."""
 
     def is_credible(answer, state, registered_id):
         return not answer.suspect
@@ -114,7 +114,7 @@ def storage_id_ignored() -> Patches:
 
 @switch
 def mark_is_the_lowest_end() -> Patches:
-    """The decided mark is the lowest end of a log, not the highest ID that a quorum has."""
+    """The decided mark is the lowest of the logs' ends, not the highest ID that a quorum has."""
 
     def lowest(marks, quorum):
         return min(marks) if len(marks) >= quorum else None
@@ -124,7 +124,7 @@ def mark_is_the_lowest_end() -> Patches:
 
 @switch
 def decided_by_answering_replicas() -> Patches:
-    """A majority of the replicas that answer decides, even if they are not a quorum."""
+    """The replicas that answer decide by majority, even if they are not a quorum."""
 
     def decided_mark(synced_lasts, *, unknown_count, quorum):
         return quorum_mark(synced_lasts, quorum_size(len(synced_lasts))) if synced_lasts else None
@@ -222,7 +222,7 @@ def unknown_cas_taken_as_success() -> Patches:
 
 @switch
 def conflict_taken_as_success() -> Patches:
-    """A write of states counts as successful although ZooKeeper reported a version conflict."""
+    """A write of replica states counts as successful although ZooKeeper reported a conflict."""
     original = PartitionStore._on_metadata_read
 
     def _on_metadata_read(self, waiting, view):
@@ -288,7 +288,7 @@ def lost_replica_rejoins() -> Patches:
 
 @switch
 def connections_are_replaced() -> Patches:
-    """The owner reconnects to a replica in the same session although changes are unanswered.
+    """The owner reconnects to a replica in the same session although log writes are unanswered.
 
     The owner also sends no query before a truncation. During such a query, messages in flight on
     the old connection would arrive, and 3,000 seeds would not detect the fault. In addition, the
@@ -316,7 +316,7 @@ def connections_are_replaced() -> Patches:
 
 @switch
 def appends_settled_by_id_alone() -> Patches:
-    """An append of the previous session counts as committed if its ID is below the new mark."""
+    """An append of the previous session counts as committed if the log reaches its ID."""
     original = Settlement._set_outcome
 
     def _set_outcome(self, committed_last):

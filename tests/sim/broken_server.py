@@ -119,7 +119,7 @@ def without_locks(kind):
 
 @switch
 def conflict_in_flight_answered_at_once() -> Patches:
-    """A row is rejected because of a transaction in flight before that transaction is final."""
+    """A row that conflicts with a transaction in flight is rejected before this one is final."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
     def validate_rows(pending, stop, table, position):
@@ -203,7 +203,7 @@ def mount_does_not_wait() -> Patches:
 
 @switch
 def connection_checked_on_arrival_only() -> Patches:
-    """A connection's right to append is checked at arrival, not when its request is processed."""
+    """The right to append is checked when a request arrives, not when the request is processed."""
     receive, stale = AppendPipeline.receive, Admission.invalid_mount_code
     passed = {}
 
@@ -263,7 +263,7 @@ def mount_fences_when_answered() -> Patches:
 
 @switch
 def lost_row_keeps_its_mount() -> Patches:
-    """After a lost row, later appends that the client had sent are accepted."""
+    """After a lost row, the server accepts later appends that the client had already sent."""
     yield replaced(Mounts, "require_remount", do_nothing)
 
 
@@ -422,7 +422,7 @@ def gap_between_lock_blocks_ignored() -> Patches:
 
 @switch
 def lock_blocks_replace_newer_locks() -> Patches:
-    """The locks of lock blocks replace newer ones, written since the session opened."""
+    """Lock blocks replace newer locks, which were written since the session opened."""
     enter_older_locks = LockTable.enter_older_locks
 
     def refine_all(self, floor, lower_floor, locks, ids):

@@ -45,7 +45,7 @@ def skip_truncate() -> Patches:
 
 @switch
 def truncate_without_intent() -> Patches:
-    """A storage truncates a log without recording this first, and without a sync."""
+    """A storage truncates a log without first recording the truncation, and without a sync."""
 
     def truncate(self, last_to_keep):
         cut, _ = truncation.plan_truncation(self.segments, last_to_keep)
@@ -119,7 +119,7 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """A storage answers PREPARE without fencing older sessions, and fences them with the mark.
+    """A storage answers PREPARE, but fences older sessions only when its mark is set.
 
     Until then, it accepts appends of the earlier session.
     """
