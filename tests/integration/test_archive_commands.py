@@ -127,7 +127,7 @@ def test_pins_are_shown_and_removed(archived: Archived):
     assert archived.command("status")[1]["pins"] == [str(restored)]
     text = run_command("archive", "status", "--connect", connect)
     assert (
-        f"no object is deleted from the archive, because the restored cluster {restored} may"
+        f"no objects are deleted from the archive, because the restored cluster {restored} may"
         in text.stderr
     )
     result = run_command("archive", "unpin", str(UUID(int=8)), "--connect", connect)

@@ -26,8 +26,8 @@ FIXED_OPTIONS = {
 _directory_option = click.option(
     "--directory",
     type=options.PATH_TYPE,
-    help=f"the directory of the cluster [default: {LocalConfig().directory}, or "
-    "$WALTZ_LOCAL_DIRECTORY]",
+    help="the directory of the cluster [default: $WALTZ_LOCAL_DIRECTORY, otherwise "
+    f"{LocalConfig().directory}]",
 )
 
 

@@ -102,7 +102,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
             },
             "cluster.cluster_disaster_recovery": {
                 "accept-replicas": (
-                    "make one replica's log the log of a partition that has no trusted quorum"
+                    "accept one replica's log as the log of a partition without a trusted quorum"
                 ),
                 "rebuild-metadata": "rebuild the znodes of a cluster from the data of its storages",
             },
@@ -146,8 +146,8 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
                 "availability": "take partitions offline or online",
                 "sync-partitions": "make storages match the assignment in ZooKeeper",
                 "recover-partition": (
-                    "copy transactions up to the confirmed low-water mark from another "
-                    "storage to a partition that is offline"
+                    "copy transactions from another storage to an offline replica, up to the "
+                    "confirmed low-water mark of the source"
                 ),
                 "mark-suspect": (
                     "mark replicas as suspect, for example after a disk was restored from a copy"
@@ -222,7 +222,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
             },
             "access.access_views": {
                 "list": "show the permissions, the tokens, and the daemons that use them",
-                "check": "check whether a principal may do what a verb permits",
+                "check": "check whether a principal has a verb for a partition, or for `all`",
             },
             "access.access_export": {
                 "export": "save the permissions to a file, including the secrets",
@@ -313,7 +313,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
             "client.client_check": {
                 "validate": "append with several clients under one lock, and check that all read "
                 "the same log",
-                "produce": "append the transactions of one client of `validate`, without checks",
+                "produce": "append transactions with one client, for `consume` to check",
                 "consume": "read and check the transactions of `client produce`",
             },
         },
@@ -326,7 +326,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
         {"create-producer": "produce", "create-consumer": "consume"},
     ),
     "follow": GroupEntry(
-        "keep a Delta table equal to the log, exactly once",
+        "apply the log to one or several tables, each transaction exactly once",
         "client.follow_command",
         (
             "follow /lake/t --connect zk1:2181/w --key id --column id:int64 --column owner:string",

@@ -57,14 +57,14 @@ class ConnectString:
 def parse_connect_string(text: str) -> ConnectString:
     """Return the parts of a connect string; raises BadConfig with the expected form."""
     if not isinstance(text, str):
-        raise errors.BadConfig(f"the connect string {text!r} is not a text: {EXPECTED_FORM}")
+        raise errors.BadConfig(f"the connect string {text!r} is not a string: {EXPECTED_FORM}")
     address, question, query = text.strip().partition("?")
     options = _parse_options(query) if question else {}
     if options is None:
         raise errors.BadConfig(
             f"the connect string {text!r} has the options {question + query!r}: expected "
-            "none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, optionally with &token_file=FILE "
-            f"or &token_env=VARIABLE, after {EXPECTED_FORM.removeprefix('expected ')}"
+            "none, or one or more of auth=FILE, tls=FILE and a token (token_file=FILE or "
+            "token_env=VARIABLE), separated by &"
         )
     hosts, slash, root = address.partition("/")
     if not hosts and not slash:

@@ -98,7 +98,7 @@ class TlsConfig(Config):
     tls: str = setting(
         "",
         'Whether connections use TLS 1.2 or 1.3: "on" or "off". If it is empty, ?tls= '
-        "in `connect` decides, and without it TLS is off. All processes of a cluster use the "
+        "in `connect` decides; without ?tls=, TLS is off. All processes of a cluster use the "
         "same value.",
     )
     tls_certificate: str = setting(
@@ -158,8 +158,8 @@ def _tls_transition_setting() -> Any:  # noqa: ANN401 - see `setting`
         "",
         'For the switch of a running cluster to TLS; requires `tls`. With "accept" or "dial", '
         "the ports accept TLS and plain TCP; over plain TCP, peers have no certificate. With "
-        '"accept", the daemon itself connects to other processes with plain TCP, and with "dial" '
-        "with TLS. If it is empty, the daemon uses only TLS.",
+        '"accept", the daemon itself connects to other processes with plain TCP; with "dial", it '
+        "connects with TLS. If it is empty, the daemon uses only TLS.",
     )
 
 
@@ -357,8 +357,8 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     trust_fsync: bool = setting(
         True,  # noqa: FBT003 - the name explains it
         "Whether the disk keeps data that it has reported as synced, even if the power fails. If "
-        "false, every replica is suspect after an unclean stop of the storage, until a session "
-        "has repaired it.",
+        "false, every replica is suspect after an unclean stop of the storage, until a store "
+        "session has repaired it.",
     )
     writer_thread_count: int = setting(
         4,
@@ -977,10 +977,10 @@ class LocalConfig(Config):
     )
     port_base: int = setting(
         0,
-        "The first port. The processes use consecutive ports: 3 for each storage, 2 for "
-        "each server, and for ZooKeeper 1 (a single server) or 3 for each server of an ensemble. "
-        "0 chooses the usual ports where they are free, otherwise random ones. The setting is "
-        "fixed when the directory is created.",
+        "The first of the consecutive ports of all processes. Each storage has 3 ports, and each "
+        "server has 2. A single ZooKeeper server has 1 port; each ZooKeeper server of an ensemble "
+        "has 3. With 0, the processes use the usual ports where these are free, otherwise random "
+        "ports. The setting is fixed when the directory is created.",
         minimum=0,
         maximum=65_000,
     )

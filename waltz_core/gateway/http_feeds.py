@@ -82,8 +82,8 @@ class HttpFeed:
             last = await self._client.high_water_mark(self._partition, linearizable=True)
         if self._mark > last:
             raise errors.ClientAheadOfLog(
-                f"partition {self._partition}: the mark {self._mark} is above the log's, {last}. "
-                "Hint: the mark may come from another cluster."
+                f"partition {self._partition}: the mark {self._mark} is above the log's "
+                f"high-water mark {last}. Hint: the mark may come from another cluster."
             )
         if last > BEFORE_FIRST:
             first = min(self._mark + 1, last)

@@ -336,8 +336,8 @@ def _rejection_error(row: NewTransaction, rejection: _Rejection) -> errors.Waltz
     winner, mark = rejection
     if winner == _MARK_ABOVE_LOG:
         return errors.ClientAheadOfLog(
-            f"partition {row.partition}: the mark {row.mark} is above the log's, {mark}. Hint: "
-            "the mark may come from another cluster."
+            f"partition {row.partition}: the mark {row.mark} is above the log's "
+            f"high-water mark {mark}. Hint: the mark may come from another cluster."
         )
     failed = errors.LockFailed(
         f"partition {row.partition}: lock conflict: transaction {winner} (or an earlier one) "

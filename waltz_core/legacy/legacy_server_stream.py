@@ -323,7 +323,8 @@ class LegacyServerPartition:
             self._send_to_server(messages.FlushRequest(message.req_id))
         elif message.state == MountState.CLIENT_AHEAD and self._mark > self._server_mark:
             text = (
-                f"the client's high-water mark {self._mark} is above the log's, {self._server_mark}"
+                f"the client's high-water mark {self._mark} is above the log's high-water mark "
+                f"{self._server_mark}"
             )
             self._fail_mount(text, errors.ClientAheadOfLog)
         else:

@@ -191,8 +191,8 @@ class MessageReader:
         self._remaining_fields -= len(fields)
         if self._remaining_fields < 0:
             raise ValueError(
-                f"expected at most {self._limit} fields in the message and its nested messages, "
-                "the limit for a payload of this size; found more (absent fields count, too)"
+                f"expected at most {self._limit} fields, including unset fields, in the message "
+                "and its nested messages, the limit for a payload of this size; found more"
             )
         result = defaults.copy()
         for name in lists:

@@ -172,7 +172,7 @@ def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
     """With an older manifest, a collection would delete the only object with 20..29."""
     with pytest.raises(
         BadRequest,
-        match=rf"ends at transaction {last}, before the end of the archive, 29 \(manifest",
+        match=rf"ends at transaction {last}, but the archive ends at transaction 29 \(manifest",
     ):
         find(archive, last=last)
 

@@ -592,7 +592,7 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
         assert transaction_id == 71
         assert isinstance(error, errors.ClientAheadOfLog)
         assert "partition 0" in str(error)
-        assert "the client's high-water mark 70 is above the log's, 0" in str(error)
+        assert "the client's high-water mark 70 is above the log's high-water mark 0" in str(error)
 
 
 @run_on_virtual_loop

@@ -187,8 +187,8 @@ async def _wait_for_daemons(
     except Unavailable as error:
         raise Unavailable(
             f"{result.summary}, as revision {revision}, but the command could not check which "
-            f"daemons use it: {error}. Hint: `access list` prints the revision that each "
-            "daemon uses."
+            f"daemons use this revision: {error}. Hint: `access list` prints the revision that "
+            "each daemon uses."
         ) from error
 
 

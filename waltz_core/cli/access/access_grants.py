@@ -38,7 +38,7 @@ group_option = click.option(
 force_option = click.option(
     "--force",
     is_flag=True,
-    help="make the change even if no principal then has `replicate` for some partition",
+    help="make the change even if it leaves a partition for which no principal has `replicate`",
 )
 
 

@@ -189,7 +189,7 @@ def _has_verb_for_all(permissions: Permissions, principal: str, verb: AccessVerb
 
 check.help_details = (
     "The exit code is 0 if the permissions in ZooKeeper permit the verb, and 1 if they deny "
-    "it. Without --partition, the verb must be granted for `all`, as requests that concern "
-    "the whole cluster require. A grant that lists every partition number is not sufficient "
-    "for them."
+    "it. Without --partition, the verb must be granted for `all`. Requests that concern the "
+    "whole cluster require such a grant. A grant that lists every partition number is not "
+    "sufficient for them."
 )

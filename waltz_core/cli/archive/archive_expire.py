@@ -89,7 +89,8 @@ async def expire(
         open_command_session(connect) as coordinator,
         AsyncWaltzClient.connect(connect) as client,
         time_limit(
-            timeout_s, lambda: f"{waits_for}; if it fails, the owner logs archive.expiry_failed"
+            timeout_s,
+            lambda: f"{waits_for}; if the expiry fails, the owner logs archive.expiry_failed",
         ),
     ):
         partition_ids = None if partition is None else [partition]
@@ -116,7 +117,7 @@ async def expire(
     for number, row in rows.items():
         available = f"the archive has transactions {row['first_available']}..{row['archived']}"
         if yes:
-            change = f"before, the first available one was {row['first_available_before']}"
+            change = f"previously, the first available one was {row['first_available_before']}"
         elif bounds[0]:
             change = f"those before {bounds[0]} would expire"
         else:
@@ -125,7 +126,8 @@ async def expire(
     print_result(
         "done"
         if yes
-        else "nothing was changed. Hint: add --yes to expire them; only whole objects expire."
+        else "nothing was changed. Hint: add --yes to expire these transactions; only whole "
+        "objects expire."
     )
     return 0
 

@@ -87,8 +87,8 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
         print_error(f"archive: {url or 'no storage reports one'}")
         for each in pinning_clusters:
             print_error(
-                f"no object is deleted from the archive, because the restored cluster {each} may "
-                "use it"
+                f"no objects are deleted from the archive, because the restored cluster {each} "
+                "may use them"
             )
         for each in errors:
             print_error(each)

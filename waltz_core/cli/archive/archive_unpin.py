@@ -49,8 +49,8 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
 unpin.help_details = (
     "A restored cluster uses the archived objects of the cluster that was backed up. A pin, a file "
     "in the archive, prevents the storages from deleting these objects. `archive status` lists the "
-    "pins. Use the command if the restored cluster will never run again, or if its restore was "
-    "interrupted. Otherwise the restored cluster can lose transactions. If the restored cluster "
-    "exists in the same ZooKeeper, the command does not remove its pin; other ZooKeepers are not "
-    "checked."
+    "pins. Use the command only if the restored cluster will never run again, or if its restore "
+    "was interrupted: without its pin, a restored cluster can lose transactions. If the restored "
+    "cluster exists in the same ZooKeeper, the command does not remove its pin; other ZooKeepers "
+    "are not checked."
 )

@@ -31,8 +31,8 @@ READ_ATTEMPTS_MAX = 5
 ARCHIVE_TIMEOUT_S = 3_600.0
 TIMEOUT_HINT = (
     "No backup was written. Hint: check that the servers have `archive_interval_ms` and the "
-    "storages `archive_url`. A range that is smaller than an object is archived only after "
-    "`archive_age_ms` of the storages."
+    "storages `archive_url`. Transactions that do not fill an object are archived only after "
+    "`archive_age_ms`, a setting of the storages."
 )
 
 RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
@@ -41,7 +41,7 @@ RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
 @subcommand
 @archive_option
 @click.option(
-    "--output", required=True, metavar="FILE", help="the file to create for the backup, or its URL"
+    "--output", required=True, metavar="FILE", help="the path or the URL of the file to create"
 )
 @options.connect_option
 @options.json_option

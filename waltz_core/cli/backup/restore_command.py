@@ -79,7 +79,7 @@ def _parse_until_ms(text: str) -> int:
     "backup_path",
     required=True,
     metavar="FILE",
-    help="the file of the backup, or its URL",
+    help="the path or the URL of the backup file",
 )
 @click.option(
     "--archive",
@@ -103,7 +103,7 @@ def _parse_until_ms(text: str) -> int:
     "marks",
     multiple=True,
     metavar="PARTITION=ID",
-    help="the last transaction of a partition to restore; repeat the option for each partition",
+    help="the last transaction to restore in a partition; repeat the option for each partition",
 )
 @click.option(
     "--same-key",
@@ -116,8 +116,8 @@ def _parse_until_ms(text: str) -> int:
 @click.option(
     "--without-expired",
     is_flag=True,
-    help="begin the log after the transactions that have expired since the backup; without it, a "
-    "missing object is an error",
+    help="begin the log after the transactions that have expired since the backup; without this "
+    "option, a missing object is an error",
 )
 @change_command(may_create_cluster=True)
 async def restore(command: ChangeCommand, **arguments: Any) -> ChangeResult:  # noqa: ANN401

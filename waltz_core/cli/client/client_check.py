@@ -63,31 +63,36 @@ _interval_option = click.option(
 )
 
 
-def _check_options(function: SubcommandFunction) -> SubcommandFunction:
-    """Declare the options that all three subcommands have."""
-    for declare in (
-        options.gather_options(CheckOptions),
-        options.json_option,
-        options.connect_option,
-        options.timeout_option("seconds after which the command fails"),
-        click.option(
-            "--partitions",
-            type=int,
-            default=1,
-            metavar="N",
-            help="number of partitions to use, from partition 0 on [default: 1]",
-        ),
-        click.option(
-            "--transactions",
-            type=int,
-            default=100,
-            metavar="N",
-            help="number of transactions that each client appends, or that `client consume` "
-            "checks [default: 100]",
-        ),
-    ):
-        function = declare(function)
-    return function
+def _check_options(
+    transactions_text: str,
+) -> Callable[[SubcommandFunction], SubcommandFunction]:
+    """Declare the options that all three subcommands have; the text is for `--transactions`."""
+
+    def decorate(function: SubcommandFunction) -> SubcommandFunction:
+        for declare in (
+            options.gather_options(CheckOptions),
+            options.json_option,
+            options.connect_option,
+            options.timeout_option("seconds after which the command fails"),
+            click.option(
+                "--partitions",
+                type=int,
+                default=1,
+                metavar="N",
+                help="number of partitions to use, from partition 0 on [default: 1]",
+            ),
+            click.option(
+                "--transactions",
+                type=int,
+                default=100,
+                metavar="N",
+                help=f"{transactions_text} [default: 100]",
+            ),
+        ):
+            function = declare(function)
+        return function
+
+    return decorate
 
 
 def _partitions_of(options: CheckOptions, client: AsyncWaltzClient) -> list[int]:
@@ -253,7 +258,7 @@ def errors_in_transaction(
 @subcommand
 @click.option("--clients", type=int, default=2, metavar="N", help="number of clients [default: 2]")
 @_interval_option
-@_check_options
+@_check_options("number of transactions that each client appends")
 async def validate(options: CheckOptions) -> int:
     """Append with several clients, and check that each of them receives the same correct log."""
     async with AsyncExitStack() as stack:
@@ -298,7 +303,7 @@ async def validate(options: CheckOptions) -> int:
 
 @subcommand
 @_interval_option
-@_check_options
+@_check_options("number of transactions to append")
 async def produce(options: CheckOptions) -> int:
     """Append the transactions of one client, for `consume` to check."""
     async with AsyncWaltzClient.connect(options.connect) as client:
@@ -323,7 +328,7 @@ async def produce(options: CheckOptions) -> int:
     metavar="ID",
     help="the first transaction to read, by its ID [default: only new transactions]",
 )
-@_check_options
+@_check_options("number of transactions to check")
 async def consume(options: CheckOptions) -> int:
     """Read and check transactions that `produce` or `validate` has appended."""
     async with AsyncWaltzClient.connect(options.connect) as client:

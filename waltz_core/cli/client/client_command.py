@@ -41,9 +41,9 @@ from waltz_core.records.record import TransactionId
     "--partitions",
     "partitions",
     metavar="PARTITIONS",
-    help="the partitions to append to, for example 3 or 0-3,7; rows go to several partitions "
-    "round-robin; --write-lock permits only one [default: the partition of the first lock, "
-    "otherwise all partitions round-robin]",
+    help="the partitions to append to, round-robin, for example 3 or 0-3,7; only one partition "
+    "with --write-lock [default: all partitions; with --write-lock, the partition of the first "
+    "lock]",
 )
 @click.option(
     "--header",
@@ -208,7 +208,7 @@ def read(
     "--transactions",
     type=int,
     metavar="N",
-    help="end after this number of transactions [default: never]",
+    help="number of transactions after which to end [default: no limit]",
 )
 @options.connect_option
 @options.json_option

@@ -73,7 +73,7 @@ class FollowOptions(NamedTuple):
     "--tables",
     type=options.PATH_TYPE,
     metavar="FILE",
-    help="several tables: a TOML file with a section for each, instead of TABLE and its options",
+    help="a TOML file with a section for each of several tables; replaces TABLE and its options",
 )
 @click.option(
     "--format",
@@ -120,7 +120,8 @@ class FollowOptions(NamedTuple):
 @click.option(
     "--delete-where",
     metavar="CONDITION",
-    help="condition of other deletes: a boolean column, or a comparison such as \"op = 'D'\"",
+    help="condition for transactions that delete the row with their key: a boolean column, or a "
+    "comparison such as \"op = 'D'\"",
 )
 @click.option(
     "--changes",
@@ -156,7 +157,7 @@ class FollowOptions(NamedTuple):
     type=int,
     default=BATCH_TRANSACTIONS_DEFAULT,
     metavar="N",
-    help=f"maximum number of transactions of a commit [default: {BATCH_TRANSACTIONS_DEFAULT}]",
+    help=f"maximum number of transactions in one commit [default: {BATCH_TRANSACTIONS_DEFAULT}]",
 )
 @click.option(
     "--interval-s",

@@ -55,7 +55,7 @@ def payload_format_options(function: FC) -> FC:
             "--data-format",
             type=options.SuggestingChoice([*DATA_FORMATS, *_SCHEMA_FORMATS]),
             default="msgpack",
-            help="format of the payloads, if there are columns of the payload [default: msgpack]",
+            help="format of the payloads; used only for columns of the payload [default: msgpack]",
         ),
     ):
         function = declare(function)

@@ -122,7 +122,7 @@ class ArchiveRecovery:
             if candidate.mark.last > log.last_id:
                 raise BadRequest(
                     f"partition {log.partition_id}: the log of the storages ends at "
-                    f"transaction {log.last_id}, before the end of the archive, "
+                    f"transaction {log.last_id}, but the archive ends at transaction "
                     f"{candidate.mark.last} (manifest {name} in {archive_text}). Hint: start the "
                     "storages of the other replicas. If their logs are lost, move this "
                     "manifest out of the archive; the transactions that only the archive has "
@@ -196,7 +196,7 @@ class ArchiveRecovery:
         if identity != (self._cluster_key, partition_id):
             raise BadFormat(
                 f"expected the manifest of partition {partition_id} of this cluster, found "
-                f"that of partition {identity[1]} of cluster {identity[0].hex()}"
+                f"the manifest of partition {identity[1]} of cluster {identity[0].hex()}"
             )
         if entries and entries[-1].chain != manifest.chain:
             raise BadFormat(

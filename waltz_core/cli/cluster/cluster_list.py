@@ -118,9 +118,8 @@ async def delete(command: ChangeCommand, *, name: str, force: bool) -> ChangeRes
         key = str(view.store.cluster_key)
         if view.params.name != name:
             raise BadRequest(
-                "nothing was deleted: expected the name of the cluster at "
-                f"{coordinator.connect_string}, "
-                f"{view.params.name}, found {name}"
+                f"nothing was deleted: expected {view.params.name}, the name of the cluster at "
+                f"{coordinator.connect_string}, found {name}"
             )
         if not force:
             await _check_all_stopped(command)

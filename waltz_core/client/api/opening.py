@@ -17,7 +17,8 @@ OPEN_HINT = (
     "AsyncWaltzClient.connect(...)` and close the client at the end"
 )
 NOT_PICKLABLE_TEXT = (
-    "a client cannot be sent to another process. Hint: open one there, with the same connect string"
+    "a client cannot be sent to another process. Hint: open a client in that process, "
+    "with the same connect string"
 )
 
 

@@ -54,7 +54,7 @@ class PendingRequests:
                 message = await future
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{link.address} did not answer {type(request).__name__} for partition "
+                f"{link.address} did not answer the {type(request).__name__} for partition "
                 f"{partition_id} within {timeout_s} s"
             ) from error
         finally:
@@ -68,7 +68,7 @@ class PendingRequests:
             )
         if not isinstance(message, answer):
             raise errors.RemoteProtocolError(
-                f"{link.address}: expected {answer.__name__} in answer to "
+                f"{link.address}: expected message {answer.__name__} in answer to "
                 f"{type(request).__name__}, found {type(message).__name__}"
             )
         return message

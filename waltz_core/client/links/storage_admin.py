@@ -70,8 +70,8 @@ class StorageAdmin:
         message = kind(self._sequence, *fields)
         if message.since > 0 and not self.is_current:
             raise BadRequest(
-                f"{self.address}: expected a storage that supports {type(message).__name__}, "
-                "found a Waltz 0.13 storage or a process with its admin protocol (A 0)"
+                f"{self.address}: {type(message).__name__} requires admin protocol "
+                f"A {message.since} or later, found A 0, the protocol of Waltz 0.13"
             )
         self._link.send(message)
         try:
@@ -98,7 +98,7 @@ class StorageAdmin:
             reason = answer.text or "the request failed, and the storage gave no reason"
             raise WaltzError(f"{self.address}: {reason}")
         raise RemoteProtocolError(
-            f"{self.address}: expected {expected.__name__}, found {type(answer).__name__}"
+            f"{self.address}: expected message {expected.__name__}, found {type(answer).__name__}"
         )
 
 

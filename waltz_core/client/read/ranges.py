@@ -448,7 +448,7 @@ class ReaderConnection:
         source = f"answer of {self._link.address} for partition {partition_id}, {transactions}"
         if not isinstance(answer, messages.RangeBytes):
             raise errors.RemoteProtocolError(
-                f"{source}: expected RangeBytes, found {type(answer).__name__}"
+                f"{source}: expected message RangeBytes, found {type(answer).__name__}"
             )
         if answer.first != query.first or answer.form != form or answer.count <= 0:
             raise errors.RemoteProtocolError(
@@ -474,7 +474,7 @@ class ReaderConnection:
                 # A late answer must not be mistaken for the answer to another request.
                 self.close()
                 raise errors.Unreachable(
-                    f"{self._link.address} did not answer {type(request).__name__} within "
+                    f"{self._link.address} did not answer the {type(request).__name__} within "
                     f"{timeout_s} s"
                 ) from error
             except asyncio.CancelledError:

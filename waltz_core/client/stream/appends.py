@@ -609,9 +609,9 @@ def error_of_row(
         return failed
     if outcome.reason == RowOutcomeCode.AHEAD:
         return errors.ClientAheadOfLog(
-            f"{position}: the client's high-water mark {row.mark} is above the log's, "
-            f"{outcome.high_water_mark}. Hint: the client may be connected to another "
-            "cluster, or the log has lost transactions."
+            f"{position}: the client's high-water mark {row.mark} is above the log's "
+            f"high-water mark {outcome.high_water_mark}. Hint: the client may be connected to "
+            "another cluster, or the log has lost transactions."
         )
     if outcome.reason == RowOutcomeCode.TOO_LARGE:
         return errors.TooLarge(

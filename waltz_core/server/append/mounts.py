@@ -134,9 +134,9 @@ class Mounts:
             return BadRequest(f"{position}: expected a high-water mark of -1 or more, found {mark}")
         if mark > position.high_water_mark:
             return ClientAheadOfLog(
-                f"{position}: the client's high-water mark {mark} is above the log's, "
-                f"{position.high_water_mark}. Hint: the client may be connected to another "
-                "cluster, or the log has lost transactions."
+                f"{position}: the client's high-water mark {mark} is above the log's "
+                f"high-water mark {position.high_water_mark}. Hint: the client may be connected to "
+                "another cluster, or the log has lost transactions."
             )
         limit_error = self._limit_error(message, connection, position)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
