@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of appends, feeds and Spark tasks, an optional extra (docs/decisions/068).
+"""OpenTelemetry spans of appends, feeds and Spark tasks; an optional extra (docs/decisions/068).
 
 Rules:
     1. Without the setting `traces`, OpenTelemetry is not imported, and an append costs only a

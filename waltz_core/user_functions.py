@@ -1,4 +1,4 @@
-"""Loads a function of the user, which an option names as `module:function`."""
+"""Loads a user-supplied function that an option names as `module:function`."""
 
 import importlib
 import re

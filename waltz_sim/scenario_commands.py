@@ -1,4 +1,4 @@
-"""The commands of scenarios, and their actions in a calm world.
+"""The commands of scenarios, and their actions in a simulated world without randomness.
 
 `scenario.py` has the format of scenarios. `_COMMANDS` in this module lists all commands.
 

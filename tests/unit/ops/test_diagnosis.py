@@ -813,7 +813,7 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     archive.storage(A, archive=failed)
     archive.storage(B, archive=replace(failed, error="archive: cannot write y: ACCESS_DENIED"))
     finding = archive.only_finding("archive-unavailable")
-    assert f"storages {A}, {B} could not write to the archive 1 times" in finding.sentence
+    assert f"storages {A}, {B} have failed to write to the archive, up to 1 " in finding.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 600_000))
     # In the meantime, another storage has archived everything.
     archive.partition(0, oldest_unarchived_age_s=0.0, marker=marker_archived_to(90))

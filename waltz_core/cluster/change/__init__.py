@@ -1,4 +1,4 @@
-"""Changes of a cluster: creating it, its storages and replicas, and rebuilding its metadata.
+"""Changes of a cluster: creates it, changes its storages and replicas, rebuilds its metadata.
 
 `creation.py` creates the nodes of a cluster. `storage_changes.py` registers storages and executes
 changes of replicas; `replica_steps.py` plans these changes in safe steps. If ZooKeeper has lost its
