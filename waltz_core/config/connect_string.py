@@ -64,7 +64,8 @@ def parse_connect_string(text: str) -> ConnectString:
         raise errors.BadConfig(
             f"the connect string {text!r} has the options {question + query!r}: expected "
             "none, or one or more of auth=FILE, tls=FILE and a token (token_file=FILE or "
-            "token_env=VARIABLE), separated by &"
+            "token_env=VARIABLE), separated by &, as in "
+            "zk1:2181,zk2:2181/waltz/payments?auth=FILE&tls=FILE"
         )
     hosts, slash, root = address.partition("/")
     if not hosts and not slash:

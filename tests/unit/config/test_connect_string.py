@@ -65,8 +65,8 @@ def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected)
         (
             "zk1:2181/waltz?",
             (
-                "'?': expected none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, optionally "
-                "with &token_file=FILE or"
+                "'?': expected none, or one or more of auth=FILE, tls=FILE and a token "
+                "(token_file=FILE or token_env=VARIABLE), separated by &, as in"
             ),
         ),
         ("zk1:2181/waltz?auth=", "the options '?auth=':"),
