@@ -590,7 +590,8 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(cluster, tmp_pa
         failed = cluster.run("token", "create", "etl", "--file", file, *arguments, code=1)
         *_, token = cluster.permissions.tokens.values()
         assert f"token {token.token_id} of etl in {file}" in failed.stderr
-        assert "not check which daemons use this revision: zk:1 does not answer. Hint:" in failed.stderr
+        expected = "not check which daemons use this revision: zk:1 does not answer. Hint:"
+        assert expected in failed.stderr
         assert (f"token {token.token_id}" in failed.stdout) is (not arguments)
 
 
