@@ -108,7 +108,7 @@ def test_a_manifest_that_was_replaced_within_the_grace_period_is_no_orphan(tmp_p
     assert saved(tmp_path, log).orphans(archive_checks.now_ms()) == names[1:]
 
 
-def test_objects_with_other_records_or_with_a_gap_are_detected(tmp_path, log):
+def test_objects_that_differ_from_the_log_or_leave_a_gap_are_detected(tmp_path, log):
     found, expected = saved(tmp_path, log), read_by_clients(log)
     expected.records[PARTITION_ID][-1] ^= 1
     last = found.objects[PARTITION_ID][-1].name
@@ -119,7 +119,7 @@ def test_objects_with_other_records_or_with_a_gap_are_detected(tmp_path, log):
     assert any("end at" in difference for difference in found.differences(expected))
 
 
-def test_local_logs_are_a_part_of_the_log_and_bounded(log):
+def test_local_logs_that_differ_from_the_log_or_are_too_long_are_detected(log):
     expected = read_by_clients(log)
     offset = expected.offsets[PARTITION_ID][10]
     right = bytes(expected.records[PARTITION_ID][offset:])

@@ -45,7 +45,7 @@ def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
     scenario.check()
 
 
-def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScenario):
+def test_a_server_cut_off_from_zookeeper_is_replaced_by_another_server(scenario: NetworkScenario):
     """Row 19: the server serves until another server owns its partitions; then it is fenced."""
     lost = scenario.owned_by("server-1")
     with scenario.network.cut_during(both_ways(["server-1"], ZOOKEEPERS)):

@@ -95,7 +95,7 @@ def test_a_rejection_without_a_conflicting_writer_is_detected(history: History):
     assert any("no client had written its locks" in problem for problem in history.wrong())
 
 
-def test_a_writer_after_the_rejection_does_not_explain_it(history: History):
+def test_a_conflicting_write_after_a_rejection_does_not_explain_the_rejection(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
     history.lines.append(["reported", "e", "rejected", -1, 1.9, ""])
@@ -138,7 +138,7 @@ def test_the_recorded_feed_of_a_killed_process_may_end_early(history: History):
 
 
 @pytest.mark.parametrize("mark", [1, 3])
-def test_a_mark_below_a_reported_one_or_above_the_log_is_detected(history: History, mark: int):
+def test_a_mark_below_a_reported_commit_or_above_the_log_is_detected(history: History, mark: int):
     history.lines[-1] = ["mark", 0, 3.0, mark]
     assert any(f"received mark {mark}" in problem for problem in history.wrong())
 

@@ -157,7 +157,9 @@ def outcome_of(code, error):
     return "exists"
 
 
-def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monkeypatch):
+def test_a_restore_syncs_its_archive_files_before_it_writes_to_zookeeper(
+    backed_up, tmp_path, monkeypatch
+):
     first = RestoredWorld(tmp_path, backed_up, monkeypatch)
     assert first.restore() == (0, "")
     steps = first.recorder.changes

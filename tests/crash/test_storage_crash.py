@@ -90,7 +90,7 @@ def test_power_loss_at_every_step_of_a_scenario():
     assert step > 150, "the scenario ends before the first step of the disk"
 
 
-def test_remaining_sectors_of_a_large_unsynced_group_are_not_damage():
+def test_a_torn_unsynced_end_of_a_log_is_not_reported_as_damage():
     """After a power loss of the whole cluster no replica may report its torn end as damage."""
     torn = 0
     for seed in range(40):
@@ -170,7 +170,7 @@ def test_a_failed_append_across_segments_leaves_no_records_behind(seed, fault):
     assert step > 40, "the append must begin several segments"
 
 
-def test_the_next_append_does_not_confirm_a_truncated_mark():
+def test_an_append_after_a_truncation_does_not_confirm_a_mark_above_the_log():
     world = ModeledLog(Random(1))
     world.prepare()
     for _ in range(4):

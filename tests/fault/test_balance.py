@@ -48,7 +48,7 @@ def is_alone(cluster: LocalCluster) -> bool:
 
 
 @pytest.mark.slow
-def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
+def test_a_partition_with_ten_times_the_load_gets_a_server_of_its_own(
     cluster: LocalCluster,
 ):
     counts = [0] * PARTITIONS

@@ -193,7 +193,7 @@ def bank(scenario: Scenario, database: str) -> Iterator[bank_desk.Bank]:
 
 
 @pytest.mark.slow
-def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
+def test_the_bank_accepts_commands_at_its_prompt_and_as_arguments(
     bank_commands: Run, first_account: int
 ) -> None:
     one, two = first_account, first_account + 1
@@ -277,7 +277,7 @@ def test_the_next_bank_settles_transfers_in_transit(
 
 
 @pytest.mark.slow
-def test_the_bank_starts_a_cluster_if_none_is_given_and_keeps_it(tmp_path: Path) -> None:
+def test_the_bank_starts_a_cluster_if_none_is_given_and_keeps_its_accounts(tmp_path: Path) -> None:
     command = [
         sys.executable,
         str(PROJECT_ROOT / "examples" / "bank.py"),

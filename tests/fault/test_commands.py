@@ -113,7 +113,7 @@ def test_a_cluster_is_listed_and_reports_its_key(cluster: LocalCluster):
     assert json_output(cluster, "cluster", "list", f"{hosts}/nothing/here") == []
 
 
-def test_the_log_is_valid_and_can_be_watched(cluster: LocalCluster):
+def test_client_commands_validate_and_watch_the_log(cluster: LocalCluster):
     words = ("--clients", "3", "--transactions", "10", "--partitions", "2")
     output = json_output(cluster, "client", "validate", *words)
     assert (output["is_valid"], output["written"], output["checked"]) == (True, 30, 90)
@@ -199,7 +199,7 @@ def test_a_scrub_shows_its_progress_at_a_terminal(cluster: LocalCluster):
     ] * 2
 
 
-def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
+def test_the_scrub_command_times_out_if_the_storage_is_silent(cluster: LocalCluster):
     storage = member_address(cluster, "storage-1")
     cluster.kill("storage-1", signal.SIGSTOP)
     try:
@@ -266,7 +266,7 @@ def test_all_storages_match_the_assignment(cluster: LocalCluster):
     assert ids.keys() == {"0", "1"}
 
 
-def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
+def test_re_seed_and_recover_partition_bring_a_replica_back_in_sync(cluster: LocalCluster):
     one, other = storage_addresses(cluster)[:2]
     at = ("--storage", other, "--partition", "0")
     last = append(cluster, 200)

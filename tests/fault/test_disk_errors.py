@@ -84,7 +84,7 @@ def sessions(scenario: Scenario) -> list[object]:
 # corruption
 
 
-def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(
+def test_corruption_that_a_scrub_finds_is_repaired_without_a_new_store_session(
     scenario: Scenario,
 ):
     path = cold_segment(scenario, "storage-2")

@@ -398,7 +398,7 @@ def test_a_fault_is_named_and_repaired_by_the_printed_command(
     diagnosed.check_rows(cluster.connect)
 
 
-def test_a_cluster_is_ready_when_each_zookeeper_server_is(
+def test_up_returns_only_when_every_zookeeper_server_is_ready(
     diagnosed: DiagnosedCluster, monkeypatch: pytest.MonkeyPatch
 ):
     """Partitions can open before all storages have started; the doctor reports such storages."""

@@ -107,7 +107,7 @@ def kill_everything(directory: Path) -> list[int]:
     return ports
 
 
-def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
+def test_repeated_kills_of_a_cluster_lose_no_transaction_and_leave_no_process(directory: Path):
     written: list[tuple[int, bytes]] = []
     for cycle in range(CYCLES):
         connect = up(directory, *THREE_STORAGES)
@@ -226,7 +226,7 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
+def test_up_chooses_other_ports_if_the_recorded_ports_are_in_use(directory: Path):
     """A start that died early has recorded ports, but no process has registered their addresses."""
     cluster = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
@@ -363,7 +363,7 @@ def test_commands_without_a_cluster_name_local_up(directory: Path):
         )
 
 
-def test_a_directory_may_have_any_name_in_the_locale_c(
+def test_a_directory_may_have_any_name_in_the_c_locale(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """ZooKeeper, in Java, encodes file names by the locale, and reads settings as Latin-1."""

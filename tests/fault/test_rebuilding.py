@@ -169,7 +169,7 @@ def partitions_in(lines: set[str]) -> set[str]:
     return {found[0] for line in lines if (found := re.search(r" partition=\d+", line))}
 
 
-def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenario):
+def test_accept_replicas_opens_partitions_whose_replicas_are_all_suspect(scenario: Scenario):
     cluster = scenario.cluster
     with scenario.load() as load:
         load.await_commits()

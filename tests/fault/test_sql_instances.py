@@ -294,7 +294,9 @@ def test_a_view_finds_the_new_primary(postgres: postgres.PostgresServer) -> None
     engine.dispose()
 
 
-def test_the_statement_of_the_client_page_adds_arrays(postgres: postgres.PostgresServer) -> None:
+def test_the_sql_statement_of_the_client_page_adds_amounts_to_accounts(
+    postgres: postgres.PostgresServer,
+) -> None:
     page = (PROJECT_ROOT / "docs/client.md").read_text(encoding="utf-8")
     (statement,) = re.findall(r"^```sql\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     metadata = sa.MetaData()

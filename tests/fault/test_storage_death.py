@@ -42,7 +42,7 @@ def test_a_killed_storage_is_repaired_automatically(scenario: Scenario):
     scenario.check_outcomes_against_log()
 
 
-def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
+def test_appends_stop_without_a_quorum_and_resume_when_a_quorum_is_back(scenario: Scenario):
     """With one storage left, only earlier appends and unknown outcomes are reported."""
     with scenario.load() as load:
         load.await_commits()
@@ -175,7 +175,7 @@ def failed_page(cluster: LocalCluster, name: str, path: str) -> dict[str, object
 
 
 @pytest.mark.parametrize("change", [delete, pytest.param(put_copy_back, marks=pytest.mark.slow)])
-def test_a_replica_stays_excluded_until_the_printed_re_seed(
+def test_a_replica_stays_excluded_until_the_printed_re_seed_command_is_run(
     scenario: Scenario, change: Callable[[Path], None]
 ):
     cluster, storage = scenario.cluster, member_address(scenario.cluster, "storage-2")

@@ -119,7 +119,7 @@ def test_a_decoder_that_does_not_end_is_a_defect():
         check_limited(decoder_of(spin), b"", cpu_s=0.05)
 
 
-def test_memory_out_of_proportion_is_a_defect():
+def test_memory_out_of_proportion_to_the_input_is_a_defect():
     result = subprocess.run(
         [sys.executable, "-c", _TAKES_MEMORY],
         cwd=ROOT,

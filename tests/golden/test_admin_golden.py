@@ -133,7 +133,7 @@ def test_the_message_table_of_version_0_equals_that_of_waltz_0_13():
     assert ReSeed.code in new_codes
 
 
-def test_version_0_is_used_with_0_13_and_the_newest_one_otherwise():
+def test_a_tool_and_a_storage_agree_on_their_newest_common_version():
     for versions, agreed in (((0,), 0), ((0, 1), 1), (None, 2)):
         storage = Connection(WireProtocol.ADMIN, is_listener=True)
         tool = Connection(WireProtocol.ADMIN, is_listener=False, versions=versions)

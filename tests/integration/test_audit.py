@@ -113,7 +113,7 @@ def test_requests_of_administrators_and_denials_are_in_the_logs(audited: Audited
         assert str(denial["message"]).startswith(message)
 
 
-def test_a_signal_begins_a_new_file(audited: Audited):
+def test_sighup_makes_a_daemon_open_a_new_audit_log(audited: Audited):
     for name in DAEMONS:
         old = audited.logs / f"{name}.1"
         (audited.logs / name).rename(old)
@@ -130,7 +130,7 @@ def test_a_signal_begins_a_new_file(audited: Audited):
         assert len(old.read_text().splitlines()) == lines_count
 
 
-def test_without_space_no_administrative_request_begins(audited: Audited):
+def test_a_daemon_rejects_administrative_requests_if_its_audit_log_has_no_space(audited: Audited):
     disk = audited.disk
     if disk is None:
         pytest.skip(CANNOT_MOUNT_REASON)

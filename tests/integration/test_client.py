@@ -237,7 +237,7 @@ class Increment(TransactionContext):
         self.is_applied.set()
 
 
-def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
+def test_two_clients_increment_one_counter_without_a_lost_update(cluster: LocalCluster):
     with WaltzClient(cluster.connect) as first_append, WaltzClient(cluster.connect) as two:
         start = first_append.high_water_mark(3)
         contexts = []

@@ -122,7 +122,7 @@ def test_a_follower_that_is_killed_at_a_step_continues(
     assert read_table(table) == written.replayed(end_marks(written))
 
 
-def test_a_follower_that_is_killed_between_new_fields_and_their_batch_continues(
+def test_a_follower_continues_after_a_kill_between_a_schema_change_and_its_batch(
     written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     table = tmp_path / "table"
@@ -214,9 +214,7 @@ def check_all(written: WrittenLog, directory: Path) -> None:
         assert read_table(directory / name) == written.replayed(end_marks(written), changes)
 
 
-def test_a_table_may_be_added_to_those_of_a_follower(
-    written: WrittenLog, tables: Path, tmp_path: Path
-):
+def test_tables_can_be_added_to_a_follower(written: WrittenLog, tables: Path, tmp_path: Path):
     follow(written, tmp_path / "rules")
     before = marks_by_version(tmp_path / "rules")
     result = run_command(*follow_all(written, tables))
@@ -294,7 +292,7 @@ def test_two_followers_at_once_apply_each_batch_once(
     check_versions(written, table)
 
 
-def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(
+def test_batches_without_changes_are_committed_once_at_the_end(
     written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     table = tmp_path / "table"
@@ -490,7 +488,7 @@ def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
     assert "the payload is not encrypted. Hint: " in result.stderr
 
 
-def test_a_payload_of_another_type_than_its_column_ends_the_command(
+def test_a_payload_whose_type_differs_from_its_column_ends_the_command(
     written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     words = written.command(tmp_path / "table", "--until", "now")

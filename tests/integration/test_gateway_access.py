@@ -96,7 +96,7 @@ def test_an_append_has_the_permissions_of_its_caller(caller_of, principal, parti
         assert answer.body["type"] == "PermissionDenied"
 
 
-def test_an_append_with_a_key_needs_read_and_append(caller_of):
+def test_an_append_with_an_idempotency_key_needs_read_and_append(caller_of):
     writer = caller_of("writer")
     first, again = (writer.append(PERMITTED_PARTITION, "key-1") for _ in range(2))
     assert (first.status, again.body) == (200, first.body)

@@ -150,7 +150,7 @@ def test_a_local_reader_abandons_a_storage_that_disconnects_during_a_request(tmp
     on_loop(main())
 
 
-def test_a_reader_that_is_closed_during_its_request_continues_to_the_server(tmp_path):
+def test_a_local_reader_that_is_closed_passes_its_pending_request_to_the_server(tmp_path):
     async def read_without_answer(reader):
         with pytest.raises(errors.Unavailable) as message:
             await reader.fetch(RangeQuery(0, COUNT - 1))

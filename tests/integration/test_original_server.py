@@ -100,7 +100,7 @@ def test_client_commands_work_with_a_0_13_server(connect: str, capsys: pytest.Ca
     assert code == 0, text
 
 
-def test_commands_work_with_0_13_servers_that_they_query(
+def test_commands_that_query_servers_work_with_0_13_servers(
     connect: str, capsys: pytest.CaptureFixture[str]
 ):
     code, text = run(capsys, "cluster", "verify", "--connect", connect, "--json")

@@ -302,7 +302,7 @@ def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
     run(main())
 
 
-def test_requests_without_a_mount_are_answered_or_left_open(
+def test_requests_without_a_mount_are_answered_if_the_partition_is_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(legacy_client, "MARK_WAIT_S", 0.2)

@@ -254,7 +254,7 @@ def test_no_file_is_passed_after_a_revocation(access: ClusterAccess, replicas: R
 
 
 @IS_LINUX
-def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection(
+def test_a_local_reader_reads_files_and_an_older_reader_reads_over_the_connection(
     access: ClusterAccess, replicas: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ):
     async def read() -> int:
@@ -300,7 +300,7 @@ def check_rejections(client: WaltzClient) -> None:
         client.recent_rejections(DENIED_PARTITION)
 
 
-def test_a_client_is_permitted_granted_requests_only(access: ClusterAccess):
+def test_a_client_may_send_only_requests_that_are_granted(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
         first = client.append(b"mine", partition=PERMITTED_PARTITION).result()
         for replicas in (None, client.replicas(PERMITTED_PARTITION)):
@@ -335,7 +335,9 @@ class RecordingCallbacks(Callbacks):
         self.applied.append(transaction.data())
 
 
-def test_a_command_that_may_append_in_some_partitions_prints_the_ids_there(access: ClusterAccess):
+def test_an_append_command_with_permission_for_some_partitions_prints_the_appended_ids(
+    access: ClusterAccess,
+):
     connect = access.connect("writer")
     result = run_command("client", "append", "a", "b", "c", "d", "--connect", connect)
     assert result.returncode == 1
@@ -390,7 +392,9 @@ def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: Cl
         wait_until("the feed continues", lambda: callbacks.applied[-1] == b"after")
 
 
-def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(access: ClusterAccess):
+def test_servers_without_the_verb_replicate_serve_nothing_until_it_is_granted_again(
+    access: ClusterAccess,
+):
     config = ClientConfig(request_timeout_ms=2_000)
     with WaltzClient(access.connect("writer")) as client:
         client.append(b"before", partition=PERMITTED_PARTITION).result()
@@ -513,7 +517,7 @@ def test_a_client_id_from_zookeeper_belongs_to_the_principal_that_mounts_first(
     assert first.outcome(1_000, NO_PROOF) is ClientIdDenied
 
 
-def test_own_headers_are_returned_to_the_mounted_client_only(access: ClusterAccess):
+def test_only_a_mounted_client_gets_the_headers_of_its_own_transactions(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
         client.append(b"not of the peer", partition=PERMITTED_PARTITION).result()
         written_by = client.client_id
@@ -531,7 +535,7 @@ def test_own_headers_are_returned_to_the_mounted_client_only(access: ClusterAcce
             assert ERROR_CLASSES_BY_CODE[answer.error_code] is NotMounted
 
 
-def test_a_principal_with_append_only_learns_its_outcomes(access: ClusterAccess):
+def test_a_principal_with_only_the_verb_append_learns_its_outcomes(access: ClusterAccess):
     """While no append can commit, the server is killed. The client then reads its own rows back."""
     patient = ClientConfig(request_timeout_ms=1_000 * TEST_TIMEOUT_S)
     with (

@@ -133,7 +133,7 @@ def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool
     assert took_s >= count / (2 * LIMIT_BYTES_PER_S) - 2.5
 
 
-def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: ClusterAccess):
+def test_a_greedy_feed_gets_its_limit_while_its_principal_appends(access: ClusterAccess):
     access.write(PERMISSIONS)
     partition, rows, limit = PARTITIONS[GREEDY], 10_000, 40_000
     locks: list[tuple[int, ...]] = [()] * rows

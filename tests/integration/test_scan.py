@@ -71,7 +71,7 @@ def test_a_scan_of_all_partitions_has_every_transaction(client: WaltzClient):
     assert most < 16 * 1024 * 1024
 
 
-def test_polars_duckdb_and_pandas_read_it(client: WaltzClient):
+def test_polars_duckdb_and_pandas_read_a_scan(client: WaltzClient):
     columns = pa.schema([SCHEMA.field("id"), SCHEMA.field("header")])
     expected = sum(range(0, ROWS, 2))
     frame = pl.from_arrow(client.scan(0, schema=columns))

@@ -242,7 +242,7 @@ def test_evicted_data_is_read_from_a_storage() -> None:
     run(main())
 
 
-def test_a_server_reads_from_its_own_group_while_that_is_engaged() -> None:
+def test_a_server_reads_from_its_own_group_while_the_replica_there_is_engaged() -> None:
     async def main() -> None:
         async with cluster(transaction_cache_bytes=1 << 20, group=1) as (world, server):
             client = await connect(server)

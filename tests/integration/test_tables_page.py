@@ -17,7 +17,9 @@ FILE = re.compile(r"# (\w+\.\w+)\n")  # the first line of a block that is a file
 CONNECT = "zk1:2181,zk2:2181/waltz/payments"
 
 
-def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_commands_and_the_python_of_the_tables_page_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("WALTZ_CONNECT", "")  # restored after the test, which exports it
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)

@@ -368,7 +368,7 @@ def test_a_value_over_the_servers_limit_is_not_reported_as_written(zookeeper):
     asyncio.run(run())
 
 
-def test_followers_continue_after_zookeeper_was_killed_and_restarted(
+def test_coordinators_follow_znodes_again_after_zookeeper_was_killed_and_restarted(
     own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
 ):
     async def run():

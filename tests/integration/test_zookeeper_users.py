@@ -235,7 +235,9 @@ def access_lists(users: ZooKeeperUsers, root: str) -> dict[str, set[ACL]]:
 
 
 @pytest.mark.parametrize("before", ["old", "public"])
-def test_protect_gives_all_nodes_the_lists_of_a_new_cluster(users: ZooKeeperUsers, before: str):
+def test_protect_gives_all_znodes_the_access_lists_of_a_new_cluster(
+    users: ZooKeeperUsers, before: str
+):
     """At first, nodes are open, or belong to the old user, which becomes the members' user."""
     root, new = f"/protected-{before}", f"/new-{before}"
 
@@ -400,7 +402,9 @@ def administrators_user_changes() -> list[set[str] | str]:
         ),
     ],
 )
-def test_a_changed_password_denies_no_process_access(users: ZooKeeperUsers, first, changes, last):
+def test_every_process_keeps_its_access_while_a_password_changes(
+    users: ZooKeeperUsers, first, changes, last
+):
     """Test the auth files of docs/zookeeper.md in their order.
 
     A set has the files of processes that run together; a string is the file for `protect`.
@@ -455,7 +459,9 @@ def test_a_changed_password_denies_no_process_access(users: ZooKeeperUsers, firs
     ],
     ids=lambda each: each if isinstance(each, str) else each[1],
 )
-def test_a_command_that_needs_an_administrator_changes_nothing(users: ZooKeeperUsers, user, words):
+def test_an_administrator_command_with_a_wrong_auth_file_changes_nothing(
+    users: ZooKeeperUsers, user, words
+):
     root = f"/commands-{user}-{words[1]}"
 
     async def run():
@@ -491,7 +497,7 @@ def test_a_command_that_needs_an_administrator_changes_nothing(users: ZooKeeperU
         ("granted", "the auth file has only user"),
     ],
 )
-def test_an_administrator_is_checked_also_before_the_first_audit_entry(
+def test_the_administrator_check_works_before_the_first_audit_entry(
     users: ZooKeeperUsers, user, error
 ):
     root = f"/without-audit-{user}"

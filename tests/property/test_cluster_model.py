@@ -88,7 +88,7 @@ def test_any_metadata_round_trips(metadata, partition_id):
 
 
 @given(VALUES, st.data())
-def test_a_value_that_was_cut_or_extended_is_bad_format(value, data):
+def test_a_value_that_was_cut_or_extended_raises_bad_format(value, data):
     good = value.to_bytes()
     cut = data.draw(st.integers(0, len(good) - 1))
     for bad in (good[:cut], good + b"\0"):
@@ -97,7 +97,7 @@ def test_a_value_that_was_cut_or_extended_is_bad_format(value, data):
 
 
 @given(VALUES, st.data())
-def test_a_flipped_byte_gives_a_value_or_bad_format(value, data):
+def test_a_flipped_byte_decodes_to_a_value_or_raises_bad_format(value, data):
     changed = bytearray(value.to_bytes())
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
     try:
@@ -113,7 +113,7 @@ def test_a_flipped_byte_gives_a_value_or_bad_format(value, data):
     st.sampled_from([b"", b"\1", b"\3", b"\xb4\xe8\x73\x47\1"]),
     st.binary(),
 )
-def test_any_bytes_give_a_value_or_bad_format(decode, prefix, rest):
+def test_any_bytes_decode_to_a_value_or_raise_bad_format(decode, prefix, rest):
     with contextlib.suppress(errors.BadFormat):
         decode(prefix + rest)
 

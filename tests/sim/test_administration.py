@@ -141,7 +141,7 @@ def test_accepted_administration_loses_nothing():
     assert answers > 2 * SEEDS
 
 
-def test_without_a_query_to_zookeeper_data_is_lost(monkeypatch):
+def test_data_is_lost_if_the_operator_does_not_query_zookeeper(monkeypatch):
     """Test the test: if every command is accepted, an operator empties too many replicas."""
 
     def without_zookeeper_state(self):

@@ -121,7 +121,7 @@ def test_a_write_takes_effect_after_its_sender_died():
     world.wait_for("archived")
 
 
-def test_without_an_upload_no_uploader_is_killed():
+def test_the_fault_kill_uploader_does_nothing_without_an_upload():
     world = World(archive_interval_ms=0)
     assert not archive_faults.kill_uploader(world.cluster, FirstChoice())
 
@@ -154,7 +154,7 @@ def test_a_slow_object_store_delays_only_the_archive(world):
     world.wait(lambda: not world.archive.extra_delay_us)
 
 
-def test_a_checkpoint_makes_removal_progress_in_a_long_session():
+def test_a_checkpoint_lets_a_long_session_remove_segments():
     """AR 11: without a checkpoint, only segments below the session's first mark are removed."""
     world = World(checkpoint_interval_count=1 << 30, archived_bytes_max=500)
     world.wait_for("checkpoint due", 2)
@@ -186,7 +186,7 @@ def test_a_damaged_object_is_replaced_from_a_log(damage):
     world.cluster.run_until_recovered()
 
 
-def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
+def test_a_damaged_object_is_restored_from_a_copy_if_no_log_has_its_records():
     world = World(restored_count=20)
     archive_faults.damage_objects(world.cluster, FirstChoice())
     (name,) = world.archive.original_files
@@ -196,14 +196,14 @@ def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
     assert name in {each.name for each in listed(world)}
 
 
-def test_without_objects_none_is_damaged():
+def test_the_fault_damage_objects_does_nothing_without_objects():
     assert not archive_faults.damage_objects(World().cluster, FirstChoice())
 
 
 # ---- collection
 
 
-def test_a_session_collects_at_intervals():
+def test_a_session_collects_garbage_at_intervals():
     world = World(checkpoint_interval_count=1 << 30, collection_interval_ms=30)
     world.wait_for("archive file deleted", 1)
     sessions = world.counts["session opened"]
@@ -267,7 +267,7 @@ def test_all_objects_expire_while_outcomes_are_unknown():
     world.cluster.run_until_recovered()
 
 
-def test_a_feed_from_the_start_continues_after_what_has_expired(expiring):
+def test_a_feed_from_the_start_continues_after_the_expired_transactions(expiring):
     expiring.wait_for("storage.segment_removed", 6)
     first = expire(expiring, expiring.cluster.checks.history.last + 1)
     workload = expiring.cluster.workload

@@ -185,7 +185,7 @@ def test_engaged_only_detects_a_commit_with_too_few_engaged_replicas(world):
         world.report_effects(committed(world))
 
 
-def test_no_replica_is_engaged_before_zookeeper_has_it(world):
+def test_engaged_only_detects_a_replica_that_is_engaged_before_the_write_to_zookeeper(world):
     session = world.report_claim()
     world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
@@ -403,7 +403,7 @@ def test_no_cut_committed_detects_a_truncation_of_committed_records(world):
         world.report_work(m.Truncate, 5, -1, bytes(16))
 
 
-def test_no_cut_committed_detects_a_truncation_that_an_opening_completes(world):
+def test_no_cut_committed_detects_a_truncation_that_is_completed_when_the_log_opens(world):
     log = world.storage.log
     world.report_work(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.on_log_opened(world.storage, log)
@@ -414,7 +414,7 @@ def test_no_cut_committed_detects_a_truncation_that_an_opening_completes(world):
         )
 
 
-def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
+def test_no_cut_committed_accepts_a_truncation_that_was_requested_before_the_commit(world):
     """The lost records were never acknowledged, because they were truncated before."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
@@ -542,7 +542,7 @@ def test_outcome_truth_detects_a_false_failure(world):
         world.checks.outcomes._check_new_row(world.history.last)
 
 
-def test_outcome_truth_detects_a_false_ahead(world):
+def test_outcome_truth_detects_a_false_report_of_a_mark_ahead_of_the_log(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.AHEAD)
     with fails("OutcomeTruth"):
         world.checks.on_submission_settled(world.client, outcome.effect)
@@ -679,7 +679,7 @@ def test_not_ahead_detects_a_mark_above_the_log_at_admission(world):
         world.checks.outcomes.on_batch_submitted(node.chain)
 
 
-def test_not_ahead_detects_a_committed_row_with_a_mark_that_is_not_below_it(world):
+def test_not_ahead_detects_a_committed_row_whose_mark_is_not_below_its_id(world):
     operation = world.last_operation()
     operation.mark, operation.write_locks, operation.read_locks = world.history.last, (), ()
     with fails("NotAhead"):
@@ -733,7 +733,7 @@ def checked(ledger, number, mark, *things):
         ((RowKind.GUARD, 0, 1), (RowKind.GUARD, 1, 0)),
     ],
 )
-def test_serializable_detects_a_transaction_that_has_not_seen_an_earlier_one(first, second):
+def test_serializable_detects_a_transaction_that_has_not_seen_an_earlier_transaction(first, second):
     """Two transfers computed at one mark: the second has not seen the first."""
     ledger = Ledger()
     one, other = checked(ledger, 5, -1, *first), checked(ledger, 6, -1, *second)
@@ -759,7 +759,7 @@ def test_serializable_detects_broken_invariants_in_any_order():
         ledger.check_final_state()
 
 
-def test_serializable_is_replayed_from_a_disk():
+def test_serializable_replays_the_transactions_of_a_disk():
     world = World(is_over=True)
     data_read = list(world.checks.replicas.data_on_disk(world.storage))
     assert data_read == [data_of_record(record) for record in world.history.records]
@@ -851,7 +851,7 @@ def raw_range(world, form, records):
 
 
 @pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
-def test_no_rot_served_by_a_storage(world, form):
+def test_no_rot_served_detects_wrong_records_of_a_storage(world, form):
     size = 28 if form else None
     nodes = [
         world.history.batch_at(entry.chain, entry.last)
@@ -882,7 +882,7 @@ def test_no_rot_served_finds_a_batch_that_was_never_written(world):
 
 
 @pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
-def test_no_rot_served_by_a_server(world, form):
+def test_no_rot_served_detects_wrong_records_of_a_server(world, form):
     size = 28 if form else None
     good = b"".join(record[:size] for record in world.history.records[2:4])
     mark = world.history.last
@@ -896,7 +896,7 @@ def test_no_rot_served_by_a_server(world, form):
             world.report_answer(outcome(bad))
 
 
-def test_no_rot_served_in_the_feed(world):
+def test_no_rot_served_detects_wrong_headers_and_chains_in_the_feed(world):
     good = b"".join(record[8:28] for record in world.history.records[2:4])
     last = world.history.last
 
@@ -910,7 +910,7 @@ def test_no_rot_served_in_the_feed(world):
         world.report_answer(outcome(good, last))
 
 
-def test_no_rot_served_in_a_single_transaction(world):
+def test_no_rot_served_detects_wrong_data_of_a_single_transaction(world):
     good = data_of_record(world.history.records[3])
     world.report_answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
     world.report_answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))
@@ -922,7 +922,7 @@ def test_no_rot_served_in_a_single_transaction(world):
 # 25, 26, 27: the end of a run, bounds, and required states
 
 
-def test_converged_detects_a_replica_with_another_end():
+def test_converged_detects_a_replica_whose_log_ends_too_early():
     world = World(is_over=True)
     world.history.log.append(world.history.log[-1])
     with fails("Converged"):
@@ -1066,7 +1066,7 @@ def test_archived_compares_records_and_batches_with_the_log(archived):
     report_archived_mark(archived, stamp_ms=3)
 
 
-def test_a_file_that_a_fault_has_changed_is_archived_as_it_was_written(archived):
+def test_archived_accepts_an_object_that_a_fault_has_corrupted(archived):
     archive = archived.cluster.archive
     archived.checks.archive._verified_objects.clear()
     archive.corrupt_file(next(name for name in archive.files if "/objects/0-" in name))
@@ -1086,14 +1086,14 @@ def test_archive_mono_detects_an_archived_mark_that_decreases(archived, fields):
         report_archived_mark(archived, **fields)
 
 
-def test_a_mark_is_not_removed(archived):
+def test_archive_mono_detects_a_removed_archived_mark(archived):
     with fails("ArchiveMono"):
         archived.checks.archive.on_metadata_written(
             archived.owner.name, replace(archived.coordinator.marker, archived=None)
         )
 
 
-def test_only_a_settled_session_archives(archived):
+def test_archive_mono_detects_an_archived_mark_of_an_unsettled_session(archived):
     archived.checks.archive._settled_sessions.clear()
     with fails("ArchiveMono"):
         report_archived_mark(archived, stamp_ms=1)
@@ -1122,7 +1122,7 @@ def test_start_bound_detects_a_log_that_begins_above_the_archived_mark(archived,
         checks.on_log_opened(storage, opened_log)
 
 
-def test_no_replica_is_reset_that_is_engaged(archived):
+def test_no_engaged_replica_is_reset(archived):
     with fails("NoTrustedReset"):
         archived.report_work(m.ResetLog, 1_000, bytes(16))
 
@@ -1195,7 +1195,7 @@ def test_only_the_requested_transactions_expire(expiring):
     assert [each for each, _ in expiring.checks.archive._expired_ids] == [first]
 
 
-def test_whole_objects_expire(expiring):
+def test_only_whole_objects_expire(expiring):
     last = expiring.coordinator.marker.archived.last
     ends = {first_end(expiring) - 1}
     with fails("Expired"):
@@ -1232,7 +1232,7 @@ def test_a_read_is_rejected_only_with_the_first_available_id(expiring):
         checks.on_client_stopped(expiring.client, Unreachable("gone"))
 
 
-def test_a_manifest_is_not_deleted_while_readers_may_know_no_later_one(archived):
+def test_a_replaced_manifest_is_not_deleted_within_the_grace_period(archived):
     checks, archive = archived.checks.archive, archived.cluster.archive
     name = next(iter(checks._replaced_ms))
     checks._replaced_ms[name] = archived.cluster.world.now_ms - archive.grace_ms
@@ -1261,7 +1261,7 @@ def test_a_rollback_of_zookeeper_deletes_nothing_that_a_log_has_removed(archived
         checks.on_file_deleted(name)
 
 
-def test_a_replica_that_no_session_needs_may_lose_what_is_archived(world):
+def test_a_replica_that_no_session_has_engaged_may_lose_archived_records(world):
     checks, storage = world.checks, world.storage
     cut = SimpleNamespace(last_to_keep=-1, committed_last=world.history.last)
     slot = SimpleNamespace(low_water_mark=-1)

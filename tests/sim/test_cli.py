@@ -100,7 +100,7 @@ def test_a_failing_seed_is_reported_with_the_command_that_replays_it(capsys, tmp
     assert "seed 9 broke Fork: two chains at 3\n  python -m waltz_sim --seed 9\n" in captured.err
 
 
-def test_after_fewer_steps_a_world_is_repaired(capsys):
+def test_a_world_is_repaired_after_the_given_number_of_steps(capsys):
     words = ["--seed", "3", "--json"]
     assert main([*words, "--steps", "300"]) == 0
     short = json.loads(capsys.readouterr().out)
@@ -110,7 +110,7 @@ def test_after_fewer_steps_a_world_is_repaired(capsys):
     assert ScheduleGenerator(300).command(3) == "python -m waltz_sim --seed 3 --steps 300"
 
 
-def test_a_rough_seed_gives_another_run_and_is_reported_as_rough(capsys):
+def test_a_rough_run_of_a_seed_differs_and_is_reported_as_rough(capsys):
     words = ["--seed", "4", "--json"]
     assert main([*words, "--rough"]) == 0
     rough = json.loads(capsys.readouterr().out)
@@ -129,7 +129,7 @@ def test_a_rough_seed_gives_another_run_and_is_reported_as_rough(capsys):
     assert {kind.setup.segment_bytes_max for kind in kinds} >= {600, 1_200, 2_048}
 
 
-def test_the_work_of_a_core_is_reported(capsys):
+def test_the_cpu_time_and_the_steps_per_second_and_core_are_reported(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
     output = capsys.readouterr().out.splitlines()[-1]
     assert " s of CPU time: " in output

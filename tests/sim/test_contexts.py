@@ -16,7 +16,7 @@ def schedule(seed):
     return Schedule(seed, SETUP)
 
 
-def test_contexts_commit_their_decisions_by_their_view():
+def test_contexts_with_unsubscribed_feeds_and_restarts_break_no_guarantee():
     result = run(schedule(4))
     assert result.is_good, result.text
     assert result.counts["feed unsubscribed"] > 2
@@ -24,12 +24,12 @@ def test_contexts_commit_their_decisions_by_their_view():
     assert result.counts["checked transactions"] > 50
 
 
-def test_a_claim_beyond_the_view_is_found():
+def test_a_claimed_mark_above_the_mark_of_the_view_is_detected():
     with broken(log_mark_claimed_while_unsubscribed.__name__):
         assert run(schedule(3)).rule == "ClaimedMark"
 
 
-def test_double_spending_is_found_by_the_log_alone(monkeypatch):
+def test_double_spending_is_detected_from_the_log_alone(monkeypatch):
     """Decisions from an old view are visible in the log, even if the claimed mark is correct."""
     monkeypatch.setattr(ContextClient, "check_claimed_mark", lambda *_: None)
     with broken(log_mark_claimed_while_unsubscribed.__name__):

@@ -44,7 +44,7 @@ def test_the_counts_of_runs_are_added():
     assert not first.is_good
 
 
-def test_the_steps_of_a_core_per_second_are_reported():
+def test_the_steps_per_second_of_cpu_time_are_reported():
     sums = Coverage(seeds=6, steps=12_000, cpu_s=1.0)
     sums.merge(Coverage(seeds=6, steps=12_000, cpu_s=0.5))
     assert (sums.seeds_per_cpu_s, sums.steps_per_cpu_s) == (8.0, 16_000.0)

@@ -62,7 +62,7 @@ def repair_and_count(cluster):
     return cluster.checks.counts
 
 
-def test_every_kind_has_a_weight_and_a_sentence():
+def test_every_kind_of_fault_has_a_weight_and_a_description():
     assert faults.WEIGHTS.keys() == faults.KINDS.keys()
     for name, inject in faults.KINDS.items():
         assert (inject.__doc__ or "").strip().endswith("."), name
@@ -113,7 +113,7 @@ def test_the_budget_permits_no_loss_of_the_only_copy(replicas):
     assert cluster.budget.may_lose_data(cluster.storages[A]) == (replicas == 2)
 
 
-def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_nodes():
+def test_an_unbounded_world_loses_data_of_replicas_or_of_zookeeper_but_not_of_both():
     cluster = settled_cluster(is_unbounded=True)
     cluster.budget.record_loss(cluster.storages[A])
     assert cluster.budget.may_lose_data(cluster.storages[B])

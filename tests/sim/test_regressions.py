@@ -69,7 +69,7 @@ def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
     assert run(schedule).rule == "Converged"
 
 
-def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatch):
+def test_a_lost_sector_in_an_older_segment_does_not_keep_a_log_closed(monkeypatch):
     """The sector was in the last record of an older segment; another replica had been replaced."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "560002262.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -104,7 +104,7 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
     assert run(schedule).rule == "DecisionCovers"
 
 
-def test_a_request_repeated_after_a_disk_stall_is_not_rejected_as_one_of_another_owner(monkeypatch):
+def test_a_request_that_its_owner_repeats_after_a_disk_stall_is_not_rejected(monkeypatch):
     """The storage read a closed link's messages last, and rejected the owner's later request
     as a request of another owner. The partition halted permanently."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "8803332.json").read_text(encoding="utf-8"))

@@ -50,7 +50,7 @@ def outcome(steps: str) -> list[str]:
     return replay_scenario(scenario).steps[-1].lines
 
 
-def test_a_file_is_read_and_written():
+def test_a_scenario_file_round_trips():
     intro, (scenario,) = parse_scenarios(BEGINNING + "    reported: 0 in the log\n> kill C\n")
     assert intro == "A few words.\n\n"
     assert scenario.introduction == ["And more."]
@@ -74,7 +74,7 @@ def test_an_invalid_scenario_is_reported(steps, sentence):
         outcome(steps)
 
 
-def test_a_scenario_with_other_milestones_fails():
+def test_a_scenario_with_wrong_milestones_fails():
     (scenario,) = parse_scenarios(BEGINNING + "    reported: 0..1 in the log\n")[1]
     assert replay_scenario(scenario).text != scenario.text
     assert replay_scenario(scenario).steps[0].lines == ["reported: 0 in the log"]
@@ -98,6 +98,6 @@ def test_simultaneous_actions_are_listed_by_replica_name():
     assert lines[2] == "A B C: fenced with nothing, marked at nothing"
 
 
-def test_ids_of_a_load_have_names():
+def test_ids_that_depend_on_the_load_are_shown_as_names():
     lines = outcome("> begin with A B C\n> start writes\n> checkpoint\n> checkpoint")
     assert "S opens session 2 with 0..h2" in lines

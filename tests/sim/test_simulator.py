@@ -151,7 +151,7 @@ def test_a_link_keeps_the_order(linked):
     assert linked.outcome("near") == []
 
 
-def test_messages_sent_before_the_end_arrive(linked):
+def test_messages_sent_before_a_close_arrive_and_later_messages_do_not(linked):
     linked.send(NEAR, 1, 2)
     linked.network.close(linked.link, NEAR, "enough")
     linked.send(NEAR, 3)
@@ -162,7 +162,7 @@ def test_messages_sent_before_the_end_arrive(linked):
     assert linked.network.links == {}
 
 
-def test_both_ends_receive_a_break_once(linked):
+def test_both_ends_are_notified_once_of_a_broken_link(linked):
     linked.network.break_link(linked.link, "cut")
     linked.network.break_link(linked.link, "cut")
     linked.world.run(10_000_000)
@@ -208,7 +208,7 @@ class TestAbandonedLinks:
         assert began_us < late[0] < linked.answered[-1].at_us
         assert list(linked.network.links.values()) == [linked.link]
 
-    def test_the_other_direction_is_open_until_the_link_is_closed(self, linked):
+    def test_a_link_held_in_one_direction_is_open_in_the_other_until_it_closes(self, linked):
         late = self.held(linked)
         linked.send(FAR, 8)
         linked.world.run(1_000_000)
@@ -241,7 +241,7 @@ class TestAbandonedLinks:
         assert len(late) == 1
 
     @pytest.mark.parametrize("release_with", ["release", "heal"])
-    def test_messages_in_flight_arrive_after_those_held_back(self, linked, release_with):
+    def test_messages_in_flight_arrive_after_held_messages(self, linked, release_with):
         late, network = self.held(linked), linked.network
         network.extra_delay_us = 100_000
         linked.send(NEAR, 3)
