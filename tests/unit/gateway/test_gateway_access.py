@@ -153,7 +153,7 @@ def test_a_revoked_token_ends_requests_and_feeds(files, monkeypatch):
     with_access(files, scenario, request_timeout_ms=1_000)
 
 
-def test_a_grant_is_effective_after_a_denial(files):
+def test_a_new_grant_permits_a_request_that_was_denied_before(files):
     async def scenario(gateway, access):
         async with gateway.client(token("writer")) as writer:
             assert (await writer.append(row(NOT_MINE))).status == 403

@@ -144,7 +144,7 @@ def test_a_disconnected_client_gets_its_outcome_by_idempotency_key():
     with_gateway(scenario)
 
 
-def test_another_gateway_answers_after_a_crash_between_append_and_answer(monkeypatch):
+def test_a_second_gateway_returns_the_outcome_after_the_first_ends_without_an_answer(monkeypatch):
     finish, is_in_log = WriteRequests.finish, asyncio.Event()
 
     async def never_finish(*_arguments, **_named):
@@ -173,7 +173,7 @@ def test_another_gateway_answers_after_a_crash_between_append_and_answer(monkeyp
 
 
 @pytest.mark.parametrize("texts", [("a", "a"), ("a", "b")])
-def test_two_gateways_receive_an_idempotency_key_concurrently(texts):
+def test_concurrent_requests_at_two_gateways_with_one_idempotency_key_append_once(texts):
     async def append(gateway, text):
         async with gateway.client() as client:
             while True:

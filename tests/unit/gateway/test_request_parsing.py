@@ -53,7 +53,7 @@ def test_locks_are_hashed_and_the_first_one_determines_the_partition():
     assert row == (b"", -7, partition_of(seat, COUNT), *locks, -1)
 
 
-def test_a_given_partition_overrides_that_of_the_lock():
+def test_a_given_partition_takes_precedence_over_the_lock():
     (row,) = parse({"data": "", "partition": 3, "append_locks": [["a", 1]]})
     assert row.partition == 3
 

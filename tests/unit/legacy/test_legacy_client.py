@@ -98,7 +98,7 @@ def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
         errors.PermissionDenied("no read"),
     ],
 )
-def test_mount_and_feed_errors_become_not_ready(
+def test_mount_and_feed_errors_are_reported_as_not_ready(
     error: errors.WaltzError,
 ) -> None:
     adapter = LegacyClientAdapter(4)
@@ -124,7 +124,9 @@ def test_mount_and_feed_errors_become_not_ready(
         errors.BadRequest("twice"),
     ],
 )
-def test_errors_that_end_a_connection_in_0_13_end_it(error: errors.WaltzError) -> None:
+def test_errors_that_ended_a_connection_in_0_13_still_end_the_connection(
+    error: errors.WaltzError,
+) -> None:
     assert translate_error(
         mounted_adapter(), messages.FeedRequest(req(1), 99), error
     ) == EndConnection(str(error))
@@ -169,7 +171,7 @@ def test_only_the_feed_reports_commits() -> None:
         RowOutcomeCode.NO_SPACE,
     ],
 )
-def test_a_lost_append_makes_the_client_mount_again_once(
+def test_several_lost_appends_make_the_client_mount_again_only_once(
     version: int, reason: RowOutcomeCode
 ) -> None:
     adapter = mounted_adapter(version)
@@ -197,7 +199,7 @@ def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     assert translate(adapter, result(5, RowOutcomeCode.LOST)) == MountResponse(req(1), NOT_READY)
 
 
-def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:
+def test_a_rejected_append_ends_the_connection_only_if_its_data_is_corrupt() -> None:
     broken = errors.ChecksumMismatch("append: expected another CRC")
     assert translate_error(mounted_adapter(), append(2), broken) == EndConnection(str(broken))
     for error in (
@@ -233,7 +235,7 @@ def test_a_mark_request_gets_the_mark_or_no_answer() -> None:
         assert again is None
 
 
-def test_a_denied_client_gets_the_answers_of_other_errors() -> None:
+def test_a_denied_request_gets_the_same_answer_as_other_failed_requests() -> None:
     denied = errors.PermissionDenied("no read")
     flush, mark = messages.FlushRequest(req(2)), messages.HighWaterMarkRequest(req(3))
     assert translate_error(mounted_adapter(), flush, denied) == MountResponse(req(1), NOT_READY)
@@ -349,7 +351,7 @@ def test_every_answer_is_encodable_in_the_protocol_version_of_the_client(version
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_rejection_of_a_mount_feed_or_data_gets_an_answer(version: int) -> None:
+def test_every_rejected_mount_feed_mark_or_data_request_gets_an_answer(version: int) -> None:
     mount, feed, _, _, mark, data, *_ = requests_of(version)
     for error in all_errors():
         adapter = LegacyClientAdapter(version)

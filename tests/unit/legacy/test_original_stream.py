@@ -123,7 +123,7 @@ def mounted_world(world):
 # --- the mount
 
 
-def test_a_mount_waits_for_mark_mount_flush_and_zookeeper(world):
+def test_a_mount_waits_for_the_mark_the_flush_the_feed_and_a_check_of_the_owner(world):
     assert world.send(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False)) == [
         m.HighWaterMarkRequest(MOUNT)
     ]
@@ -257,7 +257,7 @@ def test_a_batch_is_validated_row_by_row_and_answered_once(mounted_world):
     )
 
 
-def test_a_batch_that_cannot_be_decoded_is_rejected_as_by_a_current_server(mounted_world):
+def test_a_batch_that_cannot_be_decoded_is_rejected_before_it_is_sent(mounted_world):
     assert mounted_world.send(m.AppendBatch(own_req_id(4), 9, b"no batch", 0)) == []
     assert [(message.req_id, message.error_code) for message in mounted_world.translated[-1:]] == [
         (own_req_id(4), errors.BadRequest.code)
@@ -301,7 +301,7 @@ def test_late_and_repeated_messages_have_no_effect(mounted_world):
     )
 
 
-def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted_world):
+def test_dropped_appends_are_reported_after_the_flush_the_feed_and_the_proof(mounted_world):
     mounted_world.send(append(1))
     mounted_world.now_ms = 1_000
     mounted_world.send(append(2))
@@ -412,7 +412,7 @@ def test_a_suspended_feed_of_a_writer_is_requested_again(mounted_world):
     assert mounted_world.sent == [m.FeedRequest(MOUNT, 9)]
 
 
-def test_the_feed_is_granted_as_far_as_the_stream_requests(world):
+def test_the_feed_is_requested_only_for_the_stream_or_for_appends_in_flight(world):
     world.mount(9, wants_feed=True, after=7)
     world.receive(m.FeedSuspended(MOUNT))
     assert world.sent == []

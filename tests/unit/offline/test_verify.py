@@ -323,7 +323,7 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     ]
 
 
-def test_unbatched_records_are_valid_if_the_slot_states_them(storage):
+def test_unbatched_records_are_valid_if_the_acked_marker_confirms_them(storage):
     """The acked marker confirms these records, although they have no batches."""
     write_slot(
         storage,
@@ -571,7 +571,7 @@ def test_a_log_without_its_first_segment_is_reported(log_with_later_start):
     assert f"{TWO}.seg: no segment has records 0..10" in verification_texts(directory)[0]
 
 
-def test_another_chain_at_the_start_is_reported(log_with_later_start):
+def test_a_wrong_chain_at_the_start_of_a_log_is_reported(log_with_later_start):
     directory, _ = log_with_later_start
     slots = [
         replace(Slot.decode(data[:512]), start=AckedMarker(20, b"c" * 16))

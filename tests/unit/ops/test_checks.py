@@ -75,7 +75,7 @@ def test_a_server_that_does_not_answer_or_serve_is_reported(case):
     assert text(case) == f"server {TWO} cannot reach storage {C}"
 
 
-def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case):
+def test_a_storage_that_is_not_registered_or_does_not_answer_is_reported(case):
     unregistered = (
         f"storage {A} is not registered: it has never started, or it is a Waltz 0.13 storage"
     )

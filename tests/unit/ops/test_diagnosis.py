@@ -265,7 +265,7 @@ def test_a_storage_with_an_expired_certificate_is_reported(case):
     ]
 
 
-def test_an_assignment_without_the_running_servers_is_reported(case):
+def test_an_outdated_assignment_and_a_partition_without_an_owner_are_reported(case):
     case.cluster(is_assignment_settled=False)
     assert f"the leader {ONE}" in case.only_finding("assignment-stale").sentence
     case.server(1, failure="connection refused", served_partitions={})
@@ -287,7 +287,7 @@ def test_two_preferred_owners_of_one_partition_are_reported(case):
     assert finding.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
-def test_a_storage_unreachable_for_one_server_is_reported_unless_it_is_for_all(case):
+def test_a_storage_is_out_of_reach_of_a_server_only_if_it_answers_the_doctor(case):
     case.server(1, unreachable_storages=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
     case.storage(C, failure="refused", replicas={})
@@ -330,7 +330,7 @@ def test_the_doctor_waits_for_a_storage_that_is_starting(case):
     assert "then wait" in diagnose(case.facts)[0].sentence
 
 
-def test_a_hanging_storage_is_killed_without_a_change_of_its_port(case):
+def test_the_command_for_a_hanging_storage_kills_it_and_does_not_change_its_port(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_failure="no answer within 3 s", found_admin_port=5281, is_hanging=True)
     finding = case.only_finding("storage-unresponsive")
@@ -365,7 +365,7 @@ def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     assert case.only_finding("storage-cluster-mismatch").subject == A
 
 
-def test_an_admin_port_that_differs_from_zookeeper_is_reported(case):
+def test_a_wrong_admin_port_in_zookeeper_is_reported(case):
     case.storage(A, admin_failure="refused", replicas={})
     assert case.only_finding("admin-port-wrong").command == (
         f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
@@ -585,7 +585,7 @@ def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
     assert f"server {TWO} answers requests for it, but {ONE} owns it." in finding.sentence
 
 
-def test_outdated_session_replicas_and_an_unknown_mark_are_reported(case):
+def test_an_outdated_list_of_session_replicas_and_an_unknown_mark_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
     case.partition(high_water_mark=None, high_water_mark_error="no answer")
     assert case.found() == [("session-replicas-outdated", "0"), ("high-water-mark-unknown", "0")]

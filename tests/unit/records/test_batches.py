@@ -353,7 +353,9 @@ THOUSAND_COLUMNS = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
         (b"ARROW1", "append batch"),
     ],
 )
-def test_other_streams_are_rejected(payload: bytes, problem: str) -> None:
+def test_arrow_streams_that_are_not_one_append_batch_are_rejected(
+    payload: bytes, problem: str
+) -> None:
     with pytest.raises(BadRequest, match=problem):
         decode(payload)
 

@@ -94,7 +94,7 @@ def test_crc32_of_rows_equals_crc32_for_each_row(rows: list[bytes]) -> None:
     assert checksum.crc32_of_rows(matrix).tolist() == [oracle(row) for row in rows]
 
 
-def test_tables_cannot_be_changed() -> None:
+def test_precomputed_checksum_tables_are_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         checksum._shift_tables(0)[0, 0, 0] = 1
     with pytest.raises(ValueError, match="read-only"):

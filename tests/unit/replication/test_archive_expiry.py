@@ -75,7 +75,7 @@ def test_an_expiry_is_recorded_and_then_announced(world):
     assert not world.store.is_expiry_done(3, 0)
 
 
-def test_objects_that_are_archived_later_are_a_new_expiry(world):
+def test_an_expiry_does_not_cover_objects_that_are_archived_later(world):
     replica, expiry = request(world, before=100)
     finish(world, replica, expiry, first=4)
     world.run()
@@ -86,7 +86,7 @@ def test_objects_that_are_archived_later_are_a_new_expiry(world):
 
 
 @pytest.mark.parametrize(("first", "is_used"), [(0, True), (4, True), (5, False), (-1, False)])
-def test_the_first_available_id_is_at_most_the_one_after_the_archived_mark(world, first, is_used):
+def test_a_first_available_id_above_the_archived_mark_plus_1_is_not_recorded(world, first, is_used):
     mark = world.marker.archived
     replica, expiry = request(world)
     finish(world, replica, expiry, first=first)
@@ -132,7 +132,7 @@ def test_an_expiry_is_recorded_once_despite_a_lost_zookeeper_answer(world, outco
     assert len(world.reports("archive.transactions_expired")) == 1
 
 
-def test_another_session_in_zookeeper_ends_this_one_before_the_expiry_is_recorded(world):
+def test_no_expiry_is_recorded_after_another_session_has_claimed_the_partition(world):
     replica, expiry = request(world)
     finish(world, replica, expiry)
     world.run(answers_zookeeper=False)
@@ -188,7 +188,7 @@ def test_the_last_of_several_requests_is_carried_out_after_the_first(world):
     assert len(expiries(world)) == 2
 
 
-def test_an_expiry_and_an_attempt_exclude_each_other(world):
+def test_an_expiry_and_an_archiving_attempt_exclude_each_other(world):
     begin(world)
     world.step(ExpireArchive(2, 0))
     world.run()

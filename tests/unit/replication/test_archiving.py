@@ -198,7 +198,7 @@ def test_a_replica_that_rejects_the_mark_does_not_end_the_attempt(world):
     assert world.marker.archived.last == 5
 
 
-def test_a_chain_that_another_replica_does_not_have_is_not_recorded(world):
+def test_an_archived_range_is_not_recorded_if_the_chain_of_another_replica_differs(world):
     replica, request = begin(world)
     finish(world, replica, request, chain=b"x" * 16)
     world.run()
@@ -209,7 +209,7 @@ def test_a_chain_that_another_replica_does_not_have_is_not_recorded(world):
     )
 
 
-def test_an_end_within_a_batch_is_not_recorded(world):
+def test_an_archived_range_that_ends_within_a_batch_is_not_recorded(world):
     replica, request = begin(world)
     finish(world, replica, request, last=4, chain=chain_at(world, 5))
     world.run()
@@ -242,7 +242,7 @@ def test_a_mark_is_recorded_once_despite_a_lost_zookeeper_answer(world, outcome)
     assert sorted(announced_marks(world)) == [(A, 5), (B, 5), (C, 5)]
 
 
-def test_another_session_in_zookeeper_ends_this_one_before_the_mark_is_recorded(world):
+def test_no_archived_mark_is_recorded_after_another_session_has_claimed_the_partition(world):
     replica, request = begin(world)
     finish(world, replica, request)
     world.run(answers_zookeeper=False)
@@ -272,7 +272,7 @@ def test_an_attempt_ends_with_its_session(world):
     assert begin(world)[1].first == 0
 
 
-def test_a_log_with_another_chain_at_the_archived_mark_is_not_appended_to(world):
+def test_no_session_opens_if_the_log_has_another_chain_at_the_archived_mark(world):
     mark = archive(world, last=3)
     world.marker = replace(world.marker, archived=mark._replace(chain=b"x" * 16))
     world.marker_version += 1
@@ -375,7 +375,7 @@ def test_garbage_is_collected_when_a_mark_is_recorded_and_then_every_hour(world)
 
 
 @pytest.mark.parametrize("is_uploading", [False, True])
-def test_collections_and_attempts_exclude_each_other(world, is_uploading):
+def test_garbage_collections_and_archiving_attempts_exclude_each_other(world, is_uploading):
     archive(world)
     world.wait(COLLECTION_INTERVAL_MS - 2 * INTERVAL_MS)
     world.collects = False
@@ -572,7 +572,7 @@ def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
     assert world.storages[C].payloads() == world.storages[A].payloads()
 
 
-def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_without_it():
+def test_a_trusted_replica_without_a_source_is_reset_once_a_session_opens_without_it():
     """ZooKeeper then records the replica as closed, so no session needs its log."""
     world = ReplicationWorld(limits=replace(ARCHIVING, range_bytes_max=1))
     world.open()
@@ -753,7 +753,7 @@ def test_an_empty_late_replica_begins_at_the_mark_of_the_session(removed):
     assert world.store.readable_replicas == [A, B, C]
 
 
-def test_failures_alternate_between_two_replicas():
+def test_after_each_failure_the_next_attempt_uses_the_other_of_two_replicas():
     world = ReplicationWorld(A, B, limits=ARCHIVING)
     world.open()
     world.append(2)
@@ -811,7 +811,7 @@ def test_a_replica_with_another_chain_does_not_stop_archiving(world):
 
 
 @pytest.mark.parametrize("readable", [(), (C,)])
-def test_archived_batches_in_doubt_are_unknown_without_the_object_store(readable):
+def test_archived_batches_in_doubt_have_unknown_outcomes_if_no_replica_reads_the_archive(readable):
     world = returning_owner()
     for name, storage in world.storages.items():
         if name in readable:

@@ -55,13 +55,13 @@ def test_a_late_replica_with_uncommitted_batches_is_detected(world):
         check(world.store)
 
 
-def test_a_connected_rejected_replica_is_detected(world):
+def test_a_connection_to_a_rejected_replica_is_detected(world):
     world.store.session.replicas[C].cannot_rejoin = True
     with pytest.raises(AssertionError, match="cannot rejoin"):
         check(world.store)
 
 
-def test_a_mark_before_the_decision_is_detected():
+def test_a_mark_set_before_the_decision_on_the_log_is_detected():
     world = ReplicationWorld()
     world.take_ownership()
     world.answer_zookeeper()

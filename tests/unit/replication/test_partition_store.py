@@ -60,7 +60,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
 
 
 @pytest.mark.parametrize("outcome", ["lost", "away"])
-def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_reported(outcome):
+def test_a_write_of_states_with_an_unknown_outcome_is_read_back_before_any_report(outcome):
     world = ReplicationWorld()
     world.decide()
     world.answer_zookeeper(outcome)
@@ -221,7 +221,7 @@ def test_the_session_after_the_loss_of_a_replica_continues_without_it(world):
     assert world.all_reported(SessionSettled)[-1].committed_last == 1
 
 
-def test_an_intermediate_session_of_another_owner_clears_unbroken(world):
+def test_follows_own_session_is_false_after_an_intermediate_session_of_another_owner(world):
     world.claim_elsewhere(1)
     world.step(session_events.Checkpoint())
     assert isinstance(world.zookeeper_requests[0], session_events.WriteMetadata), (
@@ -232,7 +232,7 @@ def test_an_intermediate_session_of_another_owner_clears_unbroken(world):
     assert not world.all_reported(SessionOpened)[-1].follows_own_session
 
 
-def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroken(world):
+def test_an_unopened_claim_after_another_servers_session_does_not_set_follows_own_session(world):
     """The second claim finds the nonce of this server, from a session that never opened."""
     world.claim_elsewhere(1)
     world.step(session_events.Checkpoint())
@@ -286,7 +286,7 @@ def test_unknown_outcomes_are_settled_by_store_session_not_by_id():
     assert world.logs()[A] == [100, 101]
 
 
-def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
+def test_outcomes_in_doubt_are_settled_by_the_next_session_if_the_session_is_lost():
     world = with_foreign_ids_in_doubt()
     settled_count = len(world.all_reported(SessionSettled))
     world.lose(open_until_settlement_reads(world))
@@ -604,7 +604,7 @@ def test_too_many_new_replicas_at_once_are_rejected():
     assert world.store.open_session_id == 1
 
 
-def test_a_log_below_an_exposed_mark_is_not_opened(world):
+def test_no_session_opens_if_all_replicas_have_lost_a_committed_record(world):
     """All disks lose acknowledged records: no session opens, and the log reports the loss."""
     world.append()
     for storage in world.storages.values():
@@ -647,7 +647,7 @@ def test_a_rolling_restart_of_storages_does_not_count_as_failures(world):
         )
 
 
-def test_a_session_id_that_was_assigned_twice_rejects_the_partition(world):
+def test_a_partition_is_rejected_if_its_session_id_was_assigned_twice(world):
     """ZooKeeper is rolled back by one session: the next claim has a session ID that was in use."""
     old = (world.metadata, world.marker)
     world.step(session_events.Checkpoint())

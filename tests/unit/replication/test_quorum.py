@@ -36,7 +36,7 @@ def test_a_final_vote_result_never_changes(count: int, steps: list[tuple[bool, i
 
 
 @given(st.integers(1, 99))
-def test_two_disjoint_groups_are_never_both_quorums(count: int) -> None:
+def test_two_disjoint_sets_of_replicas_are_never_both_quorums(count: int) -> None:
     assert 2 * quorum_size(count) > count
 
 

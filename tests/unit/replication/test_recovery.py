@@ -79,7 +79,7 @@ def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     assert recovery.decide_mark() == 0
 
 
-def test_a_suspect_answer_or_a_shorter_log_makes_a_replica_unknown():
+def test_a_suspect_answer_or_a_log_shorter_than_before_makes_a_replica_unknown():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
     recovery.on_prepared(A, prepared(9, suspect=True), OWN_ID)
     recovery.on_prepared(A, prepared(9), OWN_ID)
@@ -100,7 +100,7 @@ def test_a_suspect_answer_or_a_shorter_log_makes_a_replica_unknown():
         (prepared(9, mark=5, damaged=[(2, 3), (5, 6)]), False),
     ],
 )
-def test_a_replica_is_trusted_by_its_answer_and_its_recorded_state(answer, credible):
+def test_trust_in_a_replica_depends_on_its_answer_and_its_recorded_state(answer, credible):
     assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
 
 
@@ -131,7 +131,7 @@ def marker(state):
         (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.OPEN), HistoryOrigin.RECORDED),
     ],
 )
-def test_the_origin_of_a_session_follows_from_metadata_and_marker(metadata, mark, origin):
+def test_the_history_origin_is_derived_from_metadata_and_marker(metadata, mark, origin):
     assert history_origin_of(metadata, mark) is origin
 
 
@@ -173,7 +173,7 @@ def test_the_quorum_of_the_last_assignment_counts_all_its_replicas():
     assert recovery.previous_quorum_size == 3
 
 
-def test_a_replica_of_a_later_session_than_zookeeper_reports_a_rollback():
+def test_a_replica_engaged_in_a_later_session_than_zookeepers_last_is_excluded():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was in sync in store session 6" in recovery.exclusion_reason(later)

@@ -118,7 +118,7 @@ def change_answers(world, replica, kind, **fields):
 
 
 @pytest.mark.parametrize("fields", [{"synced_max": 16}, {"synced_max": 14}, {"chain": bytes(16)}])
-def test_a_replica_with_a_mark_on_another_log_is_not_ready(fields):
+def test_a_replica_that_sets_its_mark_on_a_log_other_than_the_goal_is_not_ready(fields):
     world = ReplicationWorld()
     lag_behind(world, C)
     change_answers(world, A, wire.SetLowWaterMark, **fields)

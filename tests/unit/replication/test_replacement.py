@@ -73,7 +73,7 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(world):
     assert sorted(learned[-3:]) == [(A, "r1"), (B, "r1"), (C, "r1")]
 
 
-def test_a_replica_without_the_records_is_followed_by_another(world):
+def test_a_second_replica_is_requested_if_the_first_lacks_the_records(world):
     replica, message = request(world)
     report_failure(world, replica, message)
     world.run()
@@ -88,7 +88,7 @@ def test_a_replica_without_the_records_is_followed_by_another(world):
     assert world.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, other, reasons)
 
 
-def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(world):
+def test_each_replica_is_tried_once_and_the_outcome_has_the_errors_of_all(world):
     mark = world.marker.archived
     request(world)
     for number in range(3):
@@ -158,7 +158,7 @@ def test_a_request_for_a_replaced_object_has_no_effect(world):
     assert world.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, None, ())
 
 
-def test_a_replacement_and_an_attempt_exclude_each_other(world):
+def test_an_object_replacement_and_an_archiving_attempt_exclude_each_other(world):
     begin(world)
     world.step(OBJECT)
     world.run()

@@ -225,7 +225,7 @@ def test_a_copy_with_another_chain_than_decided_is_repeated():
     assert (replica.payloads(), replica.chain) == ([0, 1, 2], target.chain)
 
 
-def test_a_log_that_a_later_source_has_is_not_truncated():
+def test_a_log_is_not_truncated_if_a_second_source_contains_it():
     """The first source had another end of its log, or had lost batches."""
     replica = storage((1, [0]), (1, [1, 2]), (1, [3]))
     first, target = (
@@ -254,7 +254,7 @@ def test_a_log_is_not_truncated_below_its_own_confirmed_mark():
     assert replica.last == 1
 
 
-def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
+def test_a_log_without_a_common_batch_or_a_confirmed_mark_is_emptied():
     replica, source = storage((7, [50]), (7, [51])), storage(*OLD)
     replica.disk.provisional = (7, 1)
     run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
@@ -318,7 +318,7 @@ def test_records_for_an_obsolete_repair_are_not_appended():
     )
 
 
-def test_a_repair_reduces_the_damage_known_when_it_ends():
+def test_a_completed_overwrite_is_subtracted_from_the_newest_known_damage():
     replica, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(replica)
     repair.on_damage_found([(1, 4)])
@@ -336,7 +336,7 @@ def test_a_repair_reduces_the_damage_known_when_it_ends():
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
-def test_rejected_records_keep_damage_reported_in_the_meantime():
+def test_damage_reported_during_a_rejected_overwrite_is_kept():
     replica, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(replica)
     repair.on_damage_found([(1, 2), (4, 4)])
@@ -464,7 +464,7 @@ def lose_batches(replica, first, last):
 
 
 @pytest.mark.parametrize("mark", [-1, 2])
-def test_an_incomparable_tail_is_truncated_to_the_last_true_batch_and_copied(mark):
+def test_a_tail_with_lost_batches_is_truncated_to_the_last_intact_batch_and_copied(mark):
     replica, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
     lose_batches(replica, 3, 5)
     steps = run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
@@ -473,7 +473,7 @@ def test_an_incomparable_tail_is_truncated_to_the_last_true_batch_and_copied(mar
     assert replica.chain == source.chain
 
 
-def test_a_log_is_not_truncated_below_a_mark_within_lost_batches():
+def test_lost_batches_are_not_truncated_if_the_mark_is_within_them():
     replica, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
     lose_batches(replica, 3, 5)
     repair = repair_of(replica)
@@ -484,14 +484,14 @@ def test_a_log_is_not_truncated_below_a_mark_within_lost_batches():
     assert replica.last == 5
 
 
-def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history():
+def test_a_diverged_batch_is_not_truncated_if_the_mark_is_within_it():
     replica, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
     with pytest.raises(DataLoss, match="no common end of a batch"):
         run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
     assert replica.last == 5
 
 
-def test_a_truncation_that_ends_elsewhere_is_rejected():
+def test_a_truncation_to_another_id_than_the_requested_one_is_rejected():
     replica, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(replica)
     while not isinstance(
@@ -561,7 +561,7 @@ def test_the_start_of_a_source_is_a_common_batch_end():
     assert replica.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_a_log_that_differs_below_all_starts_is_truncated_and_reset():
+def test_a_log_that_differs_below_the_start_of_all_sources_is_truncated_and_reset():
     source, goal = source_with_later_start(5, *LONG)
     replica = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=2)
     steps = run_repair(repair_of(replica), replica, source, goal)

@@ -59,7 +59,9 @@ def test_redials_back_off_and_the_backoff_resets_after_success(session):
         (wire.Repair, (0, b"", b"", 0), True),
     ],
 )
-def test_a_connection_with_a_change_in_flight_is_not_replaced(session, kind, fields, damaged):
+def test_a_replica_cannot_rejoin_if_its_connection_is_lost_during_a_change(
+    session, kind, fields, damaged
+):
     connect(session)
     session.send_request(kind, *fields, now_ms=1)
     session.on_connection_lost(2, Random(1))

@@ -40,7 +40,7 @@ def lineage(*entries):
     return LineageResponse(9, 1, 0, GENESIS_CHAIN, batches)
 
 
-def test_rows_in_doubt_are_read_in_windows_after_the_stamp():
+def test_settlement_reads_the_last_commit_stamp_and_then_the_rows_in_doubt_in_windows():
     past, replica = settlement_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.on_lineage_received(replica, lineage((9, 9, 8, 777)), 0)
@@ -70,7 +70,7 @@ def test_reconstructed_batches_do_not_prove_an_empty_session():
     assert past.outcome == SessionSettled(9, 8, 0)
 
 
-def test_a_session_whose_batches_no_replica_has_is_not_settled():
+def test_a_session_is_not_settled_if_its_batches_are_lost():
     past, replica = settlement_of(5, follows_own_session=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
@@ -86,7 +86,7 @@ def test_batches_that_have_expired_have_an_unknown_outcome():
     assert past.outcome == SessionSettled(9, 3, 0, has_unknown_outcomes=True)
 
 
-def test_a_stamp_below_the_start_of_a_log_causes_no_unknown_outcome():
+def test_a_commit_stamp_below_the_start_of_the_log_makes_no_outcome_unknown():
     past, _ = settlement_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     assert not past.on_batches_unreadable(BeforeLogStart("gone"), 0)

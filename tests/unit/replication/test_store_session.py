@@ -489,7 +489,7 @@ def test_a_disk_failure_during_prepare_is_not_reported_as_a_fence():
     assert world.store.open_session_id is not None
 
 
-def test_a_promise_above_the_known_later_promise_ends_the_session(world):
+def test_a_promise_later_than_the_one_known_to_the_owner_ends_the_session(world):
     """The replica was already ahead of ZooKeeper; an even later promise is of another owner."""
     world.storages[A].disk.promised = 99
     world.step(session_events.Checkpoint())
@@ -508,7 +508,7 @@ def test_a_promise_above_the_known_later_promise_ends_the_session(world):
     assert world.all_reported(SessionClosed)[-1].session_id == session_id
 
 
-def test_a_storage_at_the_address_of_another_is_not_trusted():
+def test_an_answer_from_another_storage_at_the_address_is_not_trusted():
     """A storage identifies itself only in its answer; its log may belong to another replica."""
     world = ReplicationWorld()
     world.take_ownership()

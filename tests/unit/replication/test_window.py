@@ -34,7 +34,7 @@ def test_batches_for_late_replicas_are_kept_up_to_the_limit():
     assert window.first == 3 == window.last + 1
 
 
-def test_batches_in_the_window_count_by_bytes_locks_and_number():
+def test_the_window_size_includes_lock_blocks_and_the_batch_count_is_limited():
     """A batch of one small record needs a hundred times its bytes in memory."""
     window = filled_window(1, 1)
     window_batch = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)

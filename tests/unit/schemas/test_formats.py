@@ -229,7 +229,7 @@ def test_an_outage_of_the_registry_ends_a_scan(registry, client):
 
 
 @pytest.mark.parametrize("name", ["avro", "protobuf"])
-def test_the_name_alone_is_not_sufficient_for_a_scan(client, name):
+def test_a_scan_rejects_a_format_name_in_place_of_a_format_object(client, name):
     with pytest.raises(BadRequest, match=rf"found '{name}'. Hint: pass {name.capitalize()}\("):
         client.scan(0, schema=COLUMNS, data_format=name)
 

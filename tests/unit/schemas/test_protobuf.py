@@ -123,14 +123,14 @@ def test_a_value_of_another_type_is_rejected(value, text):
         codec().encode(value)
 
 
-def test_a_null_is_an_absent_field_where_the_message_can_state_it():
+def test_a_null_is_encoded_as_an_absent_field_if_the_field_has_presence():
     nulls = dict.fromkeys(("at", "limit", "price", "cash", "card", "discount", "first"))
     assert codec().encode(nulls) == b"\0"
     # A present message without fields is not an absent one.
     assert codec().decode(codec().encode({"first": {}}))["first"] == DEFAULTS
 
 
-def test_a_message_of_a_generated_class_is_written_if_it_is_of_the_type():
+def test_a_generated_message_is_written_only_if_it_has_the_type_of_the_codec():
     pool = descriptor_pool.DescriptorPool()
     file = descriptor_pb2.FileDescriptorProto(name="r.proto", package="shop", syntax="proto3")
     add_field(file.message_type.add(name="Refund"), "id", 1, INT64)
@@ -158,7 +158,7 @@ def test_a_file_can_import_the_references_of_its_schema():
         ProtobufCodec(schema_of(main))
 
 
-def test_two_schemas_may_have_types_of_one_name():
+def test_two_schemas_may_have_different_types_with_the_same_name():
     other = descriptor_pb2.FileDescriptorProto(name="order.proto", package="shop", syntax="proto3")
     add_field(other.message_type.add(name="Order"), "id", 1, STRING)
     tested = ProtobufCodec(schema_of(other, schema_id=8))
@@ -174,7 +174,7 @@ def proto2_file():
     return file
 
 
-def test_proto2_has_absent_fields_without_their_defaults_and_required_ones():
+def test_absent_proto2_fields_have_no_defaults_and_required_fields_are_checked():
     tested = ProtobufCodec(schema_of(proto2_file()))
     assert tested.decode(tested.encode({"id": 1})) == {"id": 1}
     with pytest.raises(BadRequest, match="id"):
@@ -223,7 +223,7 @@ def test_a_message_that_is_nested_too_deeply_is_an_error():
                 codec().decode(b"\0" + data)
 
 
-def test_messages_of_many_fields_do_not_exhaust_the_process():
+def test_a_payload_with_too_many_default_values_is_rejected():
     """Two bytes of a payload demand a message with 5,000 defaults."""
     file = descriptor_pb2.FileDescriptorProto(name="wide.proto", syntax="proto3")
     wide = file.message_type.add(name="Wide")

@@ -34,7 +34,7 @@ def test_message_indexes_are_zigzag_varints_with_one_byte_for_the_first_type(pat
     assert split_message_indexes(bytes.fromhex(data) + b"rest") == (path, b"rest")
 
 
-def test_the_long_form_of_the_first_type_is_read():
+def test_the_long_form_of_the_first_message_index_is_accepted():
     assert split_message_indexes(b"\x02\x00rest") == ((0,), b"rest")
 
 

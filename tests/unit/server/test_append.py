@@ -349,7 +349,7 @@ def test_a_mark_above_the_log_is_rejected_row_by_row() -> None:
     assert world.pipeline.counters.rejected[RowOutcomeCode.AHEAD] == 2
 
 
-def test_a_request_that_waits_when_its_client_mounts_again_is_rejected() -> None:
+def test_a_waiting_append_is_rejected_when_its_client_mounts_again() -> None:
     world = World()
     late = world.single()
     world.mounts.begin_mount(ALICE, A, 1)
@@ -749,7 +749,7 @@ def test_a_flush_of_a_connection_closed_between_pieces_is_removed_once() -> None
     assert again.pipeline.close(A) == [BarrierReached(1)]
 
 
-def test_abandoning_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
+def test_abandoning_a_partition_during_a_batch_leaves_the_batch_in_doubt() -> None:
     world = World()
     flood = world_with_flood(world)
     queued = world.single()
@@ -852,7 +852,7 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
 
 
 @pytest.mark.parametrize("follows_own_session", [True, False])
-def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
+def test_committed_batches_of_an_ended_session_are_kept_if_no_other_server_has_written(
     follows_own_session,
 ) -> None:
     """If another server had written, the chain of the batch could differ from that of the log."""
@@ -867,7 +867,7 @@ def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
-def test_locks_of_lost_transactions_are_released_unless_written_by_another() -> None:
+def test_locks_of_lost_transactions_are_released_if_no_other_server_has_written() -> None:
     world = World()
     world.single(write=[5])
     world.turn()

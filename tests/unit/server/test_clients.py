@@ -336,7 +336,7 @@ class Expiry(ExpireRequest):
 
 
 @run_on_loop
-async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
+async def test_an_audited_request_object_is_kept_in_memory_until_its_answer():
     """The outcome is found by Python's `id` of the request, which a later request could get."""
     backend, link, audited = Backend(), Link(), AuditedRequest()
     link.access, link.audit_request = AuditAccess(), lambda _request: audited

@@ -105,7 +105,7 @@ async def pass_turns() -> None:
 
 
 @run_on_loop
-async def test_partitions_are_handed_over_one_at_a_time_while_unowned() -> None:
+async def test_one_partition_at_a_time_is_handed_over_if_it_is_still_unowned() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
     async with asyncio.TaskGroup() as tasks:
@@ -123,7 +123,7 @@ async def test_partitions_are_handed_over_one_at_a_time_while_unowned() -> None:
 
 
 @run_on_loop
-async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it() -> None:
+async def test_a_second_hand_over_follows_soon_only_if_no_server_opens_the_partition() -> None:
     coordinator = HandOverRecorder()
     coordinator.may_finish.set()
     server = server_of(coordinator, 0, 1)

@@ -94,7 +94,7 @@ def test_a_rejected_writer_gets_its_predecessors_and_may_append_after_them():
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)]}
 
 
-def test_gathered_appends_become_one_batch_after_those_in_flight():
+def test_gathered_appends_become_one_batch_after_the_appends_in_flight():
     world, _ = in_flight()
     for number in range(3):
         world.follow(BOB)
@@ -110,7 +110,7 @@ def test_gathered_appends_become_one_batch_after_those_in_flight():
     assert (batch.first, batch.last) == (1, 3)
 
 
-def test_gathered_appends_are_limited_to_a_slice():
+def test_gathered_appends_are_submitted_when_they_reach_the_slice_limit():
     world = Authors(PartitionLimits(lock_slot_count=1009, slice_bytes_max=5_000))
     world.follow(data=b"first")
     world.turn()
@@ -124,7 +124,7 @@ def test_gathered_appends_are_limited_to_a_slice():
     assert (batch.first, batch.last) == (1, 3)
 
 
-def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
+def test_a_barrier_waits_for_gathered_appends_and_for_appends_in_flight():
     world, _ = in_flight()
     world.after(0, client=BOB)
     world.turn()
@@ -134,7 +134,7 @@ def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
     assert BarrierReached(1) in world.commit()
 
 
-def test_gathered_appends_are_sent_after_a_pause_while_authors_wait():
+def test_gathered_appends_wait_a_limited_time_for_waiting_authors():
     world, _ = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
@@ -166,7 +166,7 @@ def test_an_independent_append_submits_the_gathered_dependent_appends():
     assert [(batch.first, batch.last) for batch in world.submitted] == [(0, 0), (1, 2)]
 
 
-def test_predecessors_have_written_its_locks_above_its_mark():
+def test_predecessors_are_the_writers_of_the_locks_above_the_mark_of_the_append():
     world = Authors()
     world.follow(write=[COLD])  # from now on, the table records it
     world.follow(write=[HOT])
@@ -258,7 +258,7 @@ def test_each_admission_notifies_one_waiting_author():
         assert predecessor_ids(world.turn()) == {loser: list(range(number + 2))}
 
 
-def test_if_a_notified_writer_does_not_return_the_next_is_notified():
+def test_the_next_writer_is_notified_if_a_notified_writer_does_not_return():
     world, _ = in_flight()
     losers = [world.follow(), world.follow()]
     assert list(predecessor_ids(world.turn())) == losers[:1]
@@ -318,7 +318,7 @@ def test_a_dependent_append_is_rejected_for_later_conflicts():
     assert predecessor_ids(world.turn()) == {late: [1]}
 
 
-def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final():
+def test_an_append_with_a_conflict_in_flight_and_no_predecessors_waits_for_the_outcome():
     world, _ = in_flight()
     behind = world.after(0)
     late = world.after(
@@ -330,7 +330,7 @@ def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final(
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)], late: [(-1, LOCK, 1)]}
 
 
-def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
+def test_an_append_with_the_mark_of_an_append_in_flight_is_treated_as_ahead_of_the_log():
     world, winner = in_flight()
     world.follow(BOB, mark=0)
     assert [type(effect) for effect in world.turn()] == [ConfirmAheadOfLog]
@@ -427,7 +427,7 @@ def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     assert (predecessor.req_id, predecessor.data) == (again, b"again")
 
 
-def test_predecessors_have_the_record_of_the_admitted_row():
+def test_a_predecessor_has_the_data_of_its_own_row_despite_rejected_rows():
     world, _ = in_flight()
     world.single(write=(HOT,), data=b"refused for what is in flight")
     cold = world.single(BOB, write=(COLD,), data=b"cold")

@@ -111,7 +111,7 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
 
 
 @run_on_loop
-async def test_a_dead_server_is_removed_by_its_current_descriptor():
+async def test_a_dead_server_is_removed_with_its_newest_descriptor():
     async with world() as servers:
         listener, _ = await servers.reached()
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))

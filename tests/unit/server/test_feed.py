@@ -121,7 +121,7 @@ def test_the_feed_of_a_mount_ends_at_the_requested_id() -> None:
     assert frames(deliver_all(machine), 1) == [(5, 5)]
 
 
-def test_a_grant_covers_its_minimum_and_is_answered_at_its_end() -> None:
+def test_a_feed_request_covers_a_minimum_of_ids_and_feed_suspended_ends_it() -> None:
     machine = feed(1, grant=4)
     mount(machine, 1, 1, 1)
     deliver_all(machine)
@@ -165,7 +165,7 @@ def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
     assert frames(deliver_all(machine), 1) == [(0, 1)]
 
 
-def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
+def test_the_lag_is_the_lag_of_the_slowest_mounted_client() -> None:
     machine = feed(24)
     assert machine.lag_max() == 0
     mount(machine, 1, 20, 24)
@@ -182,7 +182,7 @@ def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     assert machine.lag_max() == 0
 
 
-def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None:
+def test_evicted_headers_are_fetched_once_for_all_clients_at_the_same_mark() -> None:
     machine = feed(30, cached_from=20)
     for client in (1, 2):
         mount(machine, client, 4, 30)
@@ -223,7 +223,7 @@ def test_an_answer_for_a_disconnected_client_is_dropped() -> None:
     assert machine.count == 0
 
 
-def test_abandoning_returns_the_waiting_requests() -> None:
+def test_abandoning_the_feed_returns_the_waiting_requests() -> None:
     machine = feed(4)
     mount(machine, 1, -1, 4)
     mount(machine, 2, 4, 4)

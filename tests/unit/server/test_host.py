@@ -40,7 +40,7 @@ from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCach
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
-def test_the_lag_metric_is_that_of_the_slowest_feed() -> None:
+def test_the_lag_metric_is_the_lag_of_the_slowest_feed() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
 
     def lag() -> float:

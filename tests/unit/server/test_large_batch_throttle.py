@@ -52,7 +52,7 @@ def test_large_requests_are_delayed_only_for_small_requests_of_others(
     assert throttle.piece_bytes(now_ms) is None
 
 
-def test_without_sharing_no_request_is_delayed() -> None:
+def test_no_request_is_delayed_while_the_server_is_not_shared() -> None:
     throttle = LargeBatchThrottle(is_enabled=False)
     throttle.on_large_batch_started(FLOOD, 0)
     throttle.on_small_request_started(MODEST, 0)
@@ -101,7 +101,7 @@ def test_the_wait_for_a_hanging_piece_is_limited() -> None:
     assert throttle.large_allowed_at_ms(100 + PIECE_WAIT_MS_MAX) == 100 + PIECE_WAIT_MS_MAX
 
 
-def test_sharing_ends_without_small_requests() -> None:
+def test_large_batches_are_not_split_after_a_time_without_small_requests() -> None:
     throttle = shared_throttle(50)
     assert throttle.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
     throttle.on_large_batch_started(FLOOD, 50 + SHARED_MS)
@@ -110,7 +110,7 @@ def test_sharing_ends_without_small_requests() -> None:
 
 
 def throttle_with_latencies(took_ms: list[int]) -> LargeBatchThrottle:
-    """A throttle whose small requests took 5 ms while calm, then a given time during a piece."""
+    """A throttle whose small requests took 5 ms at first, then a given time during a piece."""
     throttle = shared_throttle()
     for start_ms in range(100, 60_100, 10):
         throttle.on_small_request_finished(start_ms, start_ms + 5)
@@ -136,7 +136,7 @@ def test_one_slow_request_in_two_hundred_does_not_change_the_pauses() -> None:
     )
 
 
-def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
+def test_the_baseline_is_the_99th_percentile_of_the_latency() -> None:
     throttle = shared_throttle()
     for start_ms in range(100, 200_100, 10):
         slow = 20 if start_ms % 500 == 0 else 5  # one in fifty
@@ -148,20 +148,20 @@ def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
     assert throttle.pause_factor > PAUSE_FACTOR_FIRST
 
 
-def test_times_during_a_piece_do_not_count_as_calm() -> None:
+def test_latencies_during_a_piece_do_not_count_for_the_baseline() -> None:
     throttle = shared_throttle()
     throttle.on_large_batch_started(FLOOD, 100)
     throttle.on_small_request_finished(100, 200)
     throttle.on_large_batch_finished(100, 200)
     throttle.on_small_request_finished(190, 250)  # a piece was in flight when it came
-    assert throttle.pause_factor < PAUSE_FACTOR_FIRST  # the calm time is not known yet
+    assert throttle.pause_factor < PAUSE_FACTOR_FIRST  # the baseline is not known yet
     throttle.on_small_request_finished(201, 206)
     throttle.on_small_request_finished(190, 250)
     assert throttle.pause_factor > PAUSE_FACTOR_FIRST
 
 
 def throttle_after_flood(for_ms: int) -> LargeBatchThrottle:
-    """A throttle whose small requests took 5 ms while calm, and 9 ms during a flood."""
+    """A throttle whose small requests took 5 ms at first, and 9 ms during a flood."""
     throttle = throttle_with_latencies([])
     throttle.on_large_batch_finished(60_100, 60_105)
     for start_ms in range(60_110, 60_110 + for_ms, 10):
@@ -174,14 +174,14 @@ def throttle_after_flood(for_ms: int) -> LargeBatchThrottle:
     return throttle
 
 
-def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
+def test_during_a_flood_the_baseline_is_kept_for_a_while() -> None:
     throttle = throttle_after_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
     factor = throttle.pause_factor
     throttle.on_small_request_finished(200_000, 200_009)
     assert throttle.pause_factor > factor
 
 
-def test_an_outdated_calm_time_is_not_used() -> None:
+def test_an_outdated_baseline_is_not_used() -> None:
     throttle = throttle_after_flood(BASELINE_KEPT_MS + 20_000)
     factor = throttle.pause_factor
     throttle.on_small_request_finished(200_000, 200_009)

@@ -15,7 +15,7 @@ def test_requests_that_arrive_during_a_proof_share_the_next_one() -> None:
     assert proofs.on_proof_succeeded(2, 30) == (["b", "c"], [])
 
 
-def test_a_proof_without_waiting_requests_lets_the_next_one_begin() -> None:
+def test_the_next_proof_begins_even_if_all_requests_of_the_first_were_dropped() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     proofs.wait_for_proof("a", 10)
     proofs.wait_for_proof("b", 11)
@@ -61,7 +61,7 @@ def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness(
     assert proofs.on_proof_succeeded(2, 30) == (["c"], [])
 
 
-def test_the_assumed_mark_is_found_in_each_request() -> None:
+def test_assumed_id_of_returns_the_mark_that_a_request_assumes() -> None:
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
     requests = [
         messages.MountRequest(req_id, 5, 1),

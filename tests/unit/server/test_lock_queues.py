@@ -69,7 +69,7 @@ def test_queues_of_two_hot_locks_are_independent() -> None:
     assert [req_id in answered for req_id in rejected] == [True, True, False, False]
 
 
-def test_if_a_notified_author_does_not_return_the_next_is_notified() -> None:
+def test_the_next_author_is_notified_if_a_notified_author_does_not_return() -> None:
     world, rejected, _ = contended_lock(took_ms=4)
     for req_id in rejected[1:]:
         before_ms = world.now_ms

@@ -99,7 +99,7 @@ def test_one_replica_with_all_blocks_fills_the_lock_table() -> None:
     assert world.lock_loader.due_ms(world.now_ms) is None
 
 
-def test_a_loaded_lock_is_between_its_last_writer_and_the_batch_end() -> None:
+def test_a_loaded_lock_has_an_id_from_its_last_writer_to_the_end_of_the_batch() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(0, 3) + block(6, 5, first=4) + block(7, 5) + block(8) + block(9, 1_002))
@@ -108,7 +108,7 @@ def test_a_loaded_lock_is_between_its_last_writer_and_the_batch_end() -> None:
     assert world.estimates_of_writers(6, 2) == [6, 9]
 
 
-def test_with_writer_distances_a_lock_has_the_id_of_its_writer() -> None:
+def test_a_lock_loaded_from_a_block_with_distances_has_the_id_of_its_writer() -> None:
     world = World()
     world.query_locks()
     packed = struct.pack(">4i", 21, 22, 23, 21)
@@ -304,7 +304,7 @@ def test_a_refill_that_takes_several_turns_is_complete(
     assert world.estimates_of_writers(*range(10)) == list(range(10))
 
 
-def test_blocks_above_the_floor_are_skipped_in_slices(
+def test_lock_blocks_above_the_mark_are_skipped_in_several_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SLICE_BLOCKS_MAX", 2)
@@ -315,7 +315,7 @@ def test_blocks_above_the_floor_are_skipped_in_slices(
     assert world.lock_loader.floor == -1
 
 
-def test_no_refill_for_an_empty_log_or_a_limit_of_zero() -> None:
+def test_the_lock_table_is_not_refilled_from_an_empty_log_or_with_a_limit_of_0() -> None:
     world = World()
     world.lock_loader.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
     world.query_locks()

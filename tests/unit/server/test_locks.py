@@ -64,7 +64,7 @@ def test_write_and_read_locks_are_compared(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "enters"), [("w", True), ("a", True), ("r", False)])
-def test_write_and_append_locks_are_entered_and_read_locks_are_not(kind: str, enters: bool) -> None:
+def test_only_write_and_append_locks_are_entered_in_the_lock_table(kind: str, enters: bool) -> None:
     table = table_at(0)
     validate(table, {kind: [1]}, next_id=1)
     assert table.estimate(1) == (1 if enters else 0)
@@ -88,7 +88,7 @@ def test_ineligible_rows_do_not_change_the_lock_table() -> None:
     assert table.estimate(9) == 0
 
 
-def test_a_conflict_in_flight_is_pending_and_one_in_the_log_is_not() -> None:
+def test_only_a_conflict_in_flight_is_pending() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     verdicts = validate(table, {"w": [1]}, {"w": [2]}, mark=0, high=1, next_id=3)
@@ -96,7 +96,7 @@ def test_a_conflict_in_flight_is_pending_and_one_in_the_log_is_not() -> None:
     assert verdicts.pending.tolist() == [False, True]
 
 
-def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
+def test_a_row_is_checked_against_the_earlier_rows_of_its_batch() -> None:
     verdicts = validate(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
     assert verdicts.ids.tolist() == [1, REJECTED, REJECTED, 2, 3]
     assert verdicts.conflicts.tolist() == [NO_CONFLICT, 1, 1, NO_CONFLICT, NO_CONFLICT]

@@ -555,7 +555,7 @@ def test_a_later_mount_of_the_client_ends_its_waiting_mount() -> None:
     assert isinstance(world.answer(second), messages.Mounted)
 
 
-def test_generations_that_differ_are_rejected() -> None:
+def test_a_mount_of_another_generation_is_rejected() -> None:
     world = world_with_mount()
     assert world.error(world.mount(BOB, B, generation=0)) == errors.GenerationMismatch.code
     assert world.error(world.mount(BOB, B, generation=2)) == errors.NotOwned.code
@@ -614,7 +614,7 @@ def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
     assert world.error(old) == errors.Unavailable.code
 
 
-def test_a_mount_ahead_of_a_lost_session_is_mounted_by_the_next_one() -> None:
+def test_a_client_ahead_of_a_lost_session_is_mounted_by_the_next_session() -> None:
     world = world_with_mount()
     mount = world.mount(BOB, B, mark=3)
     assert not world.is_answered(mount)
@@ -852,7 +852,7 @@ def own_headers(world: World, client: ClientId, connection: ConnectionId, last: 
     return world.send(connection, messages.RangeRequest(world.req_id(client), *fields))
 
 
-def test_own_headers_require_a_mount_on_the_connection() -> None:
+def test_a_client_gets_its_own_headers_only_on_a_connection_that_it_has_mounted() -> None:
     world = world_with_mount()
     world.mount(BOB, B)
     for client, connection in ((ALICE, A), (BOB, B), (ALICE, A)):
@@ -872,7 +872,7 @@ def test_own_headers_require_a_mount_on_the_connection() -> None:
     assert (none.first, none.count, none.next, none.records) == (0, 0, 1, b"")
 
 
-def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
+def test_own_headers_are_selected_from_the_headers_that_a_storage_returns() -> None:
     world = world_with_mount()
     world.mount(BOB, B)
     for client, connection in ((ALICE, A), (BOB, B)):
@@ -1148,7 +1148,7 @@ def test_an_append_ahead_of_the_log_is_reported_after_a_proof() -> None:
     assert world.reason(behind) is RowOutcomeCode.COMMITTED
 
 
-def test_without_a_proof_an_append_ahead_of_the_log_has_to_mount_again() -> None:
+def test_without_a_proof_the_client_of_an_append_ahead_of_the_log_must_mount_again() -> None:
     world = world_with_mount()
     ahead = world.append(mark=0)
     world.run()
@@ -1179,7 +1179,9 @@ def test_a_flush_waits_for_the_answer_of_an_append_ahead_of_the_log() -> None:
 
 
 @pytest.mark.parametrize("ending", ["close", "move"])
-def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) -> None:
+def test_the_end_of_a_session_rejects_an_append_ahead_of_the_log_as_not_mounted(
+    ending: str,
+) -> None:
     world = world_with_mount()
     ahead = world.append(mark=0)
     world.run()
@@ -1190,7 +1192,7 @@ def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) 
     assert world.reason(ahead) is RowOutcomeCode.NOT_MOUNTED
 
 
-def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> None:
+def test_a_row_ahead_of_the_log_is_rejected_by_the_next_session_as_not_mounted() -> None:
     world = world_with_mount()
     payload = encode_append(
         [0, 0],
@@ -1239,7 +1241,7 @@ def test_a_proved_mark_includes_commits_during_the_proof() -> None:
     assert message.high_water_mark == 0
 
 
-def test_an_opening_proves_the_mark_from_the_time_of_its_write() -> None:
+def test_a_session_opening_proves_the_mark_only_as_of_its_zookeeper_write() -> None:
     """If a server is paused while its states are written, another server may replace it."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
@@ -1253,7 +1255,7 @@ def test_an_opening_proves_the_mark_from_the_time_of_its_write() -> None:
     assert world.answer(request) == messages.HighWaterMarkResponse(request, -1)
 
 
-def test_a_commit_proves_the_mark_from_the_time_of_its_submission() -> None:
+def test_a_commit_proves_the_mark_only_as_of_its_submission() -> None:
     world = world_with_mount()
     world.append()
     world.run()

@@ -122,7 +122,7 @@ async def test_a_late_answer_is_dropped():
 
 
 @run_on_loop
-async def test_a_read_from_a_silent_storage_times_out_early_if_there_is_another():
+async def test_an_urgent_read_from_a_silent_storage_has_a_short_timeout():
     with (
         silent_storage("URGENT_READ_TIMEOUT_S") as replica,
         pytest.raises(Unreachable, match=r"not answer within 0\.05 s"),

@@ -117,7 +117,7 @@ def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None
     assert fourth.message.first == 30
 
 
-def test_reads_only_for_closed_connections_are_not_fetched() -> None:
+def test_a_read_is_not_fetched_if_all_its_connections_have_closed() -> None:
     machine = reads(concurrent_fetches_max=1)
     first = fetch_of(request_range(machine, 0, 9))
     for number in range(10, 60, 10):
@@ -308,7 +308,7 @@ def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
     assert fetch.message.last == 5 + ROWS_MAX - 1
 
 
-def test_abandoning_returns_the_requests() -> None:
+def test_abandoning_all_reads_returns_their_requests() -> None:
     machine = reads(concurrent_fetches_max=1)
     fetch = fetch_of(request_range(machine, 0, 9, sequence=1))
     request_range(machine, 10, 19, sequence=2)
@@ -591,7 +591,7 @@ def test_a_feed_fails_when_all_replicas_report_damage_for_long() -> None:
     assert not machine._range_fetches
 
 
-def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
+def test_a_feed_waits_while_damage_is_brief_or_a_replica_may_return() -> None:
     machine = reads()
     fetch = fetch_of(machine.request_headers(TransactionId(0), TransactionId(9)))
     assert fail_rounds(machine, fetch, [DAMAGED] * 6) == []

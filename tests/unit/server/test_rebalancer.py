@@ -92,7 +92,7 @@ def test_no_partition_moves_to_a_server_without_load_reports():
     run_in_virtual_time(scenario())
 
 
-def test_a_damaged_load_is_ignored_and_logged(caplog):
+def test_unreadable_loads_of_a_server_are_ignored_and_logged(caplog):
     caplog.set_level("INFO")
 
     async def scenario():

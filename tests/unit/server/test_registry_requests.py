@@ -118,7 +118,7 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
 
 @pytest.mark.parametrize("beginner", [None, "anonymous"])
 @run_on_loop
-async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(beginner):
+async def test_a_write_without_an_owner_belongs_to_the_first_principal_that_enters_a_task(beginner):
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
     await requests.answer(request(OPERATIONS.ENTER), Requester("anonymous"))
@@ -137,7 +137,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
 
 
 @run_on_loop
-async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
+async def test_one_of_several_concurrent_principals_becomes_the_owner_of_a_write():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), None)
     owners, denied = [], []
@@ -221,7 +221,7 @@ async def test_a_write_name_without_a_number_belongs_to_no_series():
 
 
 @run_on_loop
-async def test_a_task_with_many_runs_remembers_that_others_exist():
+async def test_a_task_with_many_runs_stays_small_and_still_knows_of_other_runs():
     """An attempt writes all remembered runs to ZooKeeper."""
     requests, write_registry = await with_requests()
     await write_registry.begin("w", MARKS, 1_000)
@@ -347,7 +347,7 @@ async def test_concurrent_requests_share_one_task_to_remove_expired_writes():
     assert started == [1, 1]
 
 
-def test_a_write_without_an_owner_has_the_same_bytes_as_before():
+def test_a_write_without_an_owner_is_encoded_without_a_principal():
     known = WriteState({0: 1}, 5)
     assert b"principal" not in known.to_bytes()
     owned = WriteState({0: 1}, 5, principal="mine")
@@ -424,7 +424,7 @@ async def test_an_invalid_request_is_rejected(wrong, error):
 
 
 @run_on_loop
-async def test_another_server_answers_if_one_does_not():
+async def test_requests_are_answered_by_another_server_if_one_does_not_answer():
     async with asyncio.TaskGroup() as tasks:
         _, _, coordinator = await with_cluster()
         servers = [RegistryServer(coordinator, tasks) for _ in range(3)]

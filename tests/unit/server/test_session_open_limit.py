@@ -14,7 +14,7 @@ from waltz_core.server.process.session_open_limit import (
 
 
 @run_on_virtual_loop
-async def test_a_limited_number_opens_at_a_time_and_the_others_wait(
+async def test_a_limited_number_of_sessions_opens_at_a_time_and_the_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(session_open_limit, "PERMIT_S_MAX", 600.0)  # no permit expires

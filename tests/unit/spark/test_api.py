@@ -30,7 +30,7 @@ def test_each_public_name_can_be_imported(name: str) -> None:
     assert getattr(waltz_spark, name).__name__ == name
 
 
-def test_marks_are_a_mapping_of_integers_of_any_type() -> None:
+def test_marks_may_have_integers_of_any_type_as_keys_and_values() -> None:
     marks = {0: 41, np.int32(1): np.int64(1 << 40), 2: -1}
     assert json.loads(_marks_as_option(marks)) == {"0": 41, "1": 1 << 40, "2": -1}
 

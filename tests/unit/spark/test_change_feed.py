@@ -74,7 +74,7 @@ def test_a_read_from_any_start_has_the_rows_of_a_full_read() -> None:
         assert log.reads == [(0, begin), (begin + 1, 59)]
 
 
-def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
+def test_a_change_feed_is_the_same_for_payloads_with_and_without_schemas(tmp_path: Path) -> None:
     plain = [
         {"id": 1, "op": "I", "amount": 10},
         {"id": 1, "op": "U", "amount": 11},
@@ -245,7 +245,7 @@ def encrypt_transactions(
     ]
 
 
-def test_payloads_are_decrypted_and_stored_as_the_log_has_them(tmp_path: Path) -> None:
+def test_payloads_are_decrypted_for_the_feed_and_stored_encrypted(tmp_path: Path) -> None:
     schema = SCHEMA.fields[:]
     schema = StructType(schema).add("data_error", "string")
     secret = [transaction_with(7, id=123456789, amount=n) for n in range(2)]

@@ -261,7 +261,7 @@ def test_log_columns_are_not_packed() -> None:
     assert converted.append.column("header").to_pylist() == [5]
 
 
-def test_rows_from_the_spool_have_the_schema_of_other_rows() -> None:
+def test_rows_taken_from_the_spool_have_the_same_schema_as_before() -> None:
     """One batch can contain rows from the spool and other rows."""
     fields = [pa.field("id", pa.int64(), nullable=False), pa.field("data", pa.binary())]
     batch = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([b"x"])], schema=pa.schema(fields))
@@ -301,7 +301,7 @@ def test_rows_without_a_lock_are_distributed_over_the_given_partitions() -> None
     assert rows.convert(batch).partitions.tolist() == [1, 3, 1]
 
 
-def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
+def test_a_row_outside_the_chosen_partitions_is_rejected_unless_it_names_a_partition() -> None:
     locks = {
         partition_of_hash(lock_hash("account", key), 4): lock_hash("account", key)
         for key in range(99)

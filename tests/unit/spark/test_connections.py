@@ -86,7 +86,7 @@ def test_the_client_of_a_cluster_that_was_replaced_is_replaced() -> None:
     assert Client.connected == ["live:2181/x"] * 2
 
 
-def test_a_cluster_that_cannot_be_connected_to_is_an_error_after_one_more_attempt() -> None:
+def test_a_cluster_key_mismatch_is_an_error_after_one_more_connection() -> None:
     def use(_client: object) -> None:
         raise ClusterKeyMismatch("expected the cluster with key 1, found 2")
 

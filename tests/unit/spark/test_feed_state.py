@@ -70,7 +70,7 @@ def test_a_state_at_an_earlier_mark_catches_up(file: Path) -> None:
     assert stored_marks(file) == (34, 29)
 
 
-def test_a_repeated_micro_batch_with_another_end_returns_to_its_start(file: Path) -> None:
+def test_a_micro_batch_repeated_with_another_end_is_read_from_its_start(file: Path) -> None:
     micro_batch(file, -1, 9)
     for end in (19, 25, 12):
         assert micro_batch(file, 9, end) == [(10, end)]
@@ -140,7 +140,7 @@ def test_a_file_with_other_tables_does_not_change_the_rows(file: Path, change: s
     micro_batch(file, 19, 24)
 
 
-def test_a_row_with_another_payload_is_found_when_it_is_read(file: Path) -> None:
+def test_a_stored_row_with_a_wrong_payload_is_detected_when_it_is_read(file: Path) -> None:
     micro_batch(file, -1, 19)
     content = file.read_bytes()
     for each in LOG[14:20]:
@@ -300,7 +300,7 @@ def test_the_error_for_a_full_disk_names_the_directory(monkeypatch: pytest.Monke
         rows_of(reader(log, -1, 99).rows())
 
 
-def test_memory_does_not_grow_with_the_keys() -> None:
+def test_memory_does_not_grow_with_the_number_of_keys() -> None:
     """40 MB of keys and payloads, with a page cache of 1 MiB."""
     script = """
         import resource

@@ -8,7 +8,7 @@ from waltz_spark.tables.merge_statement import check_column_names
 
 
 @pytest.mark.parametrize("name", ["_Partition", "Partition", "TRANSACTION_ID", "Header", "ID"])
-def test_a_name_that_differs_from_a_reserved_one_in_its_case_is_rejected(name: str):
+def test_a_column_name_is_rejected_if_only_its_case_differs_from_a_reserved_name(name: str):
     schema = StructType([StructField(each, LongType()) for each in ("id", name)])
     with pytest.raises(BadConfig, match=f"column '{name}': the name '.*' is already used"):
         check_column_names(schema, ["id"])

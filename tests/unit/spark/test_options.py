@@ -121,7 +121,7 @@ def test_the_environment_names_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Non
     assert parse_read(both).connect == "zk:2181/waltz/path"
 
 
-def test_the_defaults_and_the_values_of_a_read() -> None:
+def test_the_options_of_a_read_have_defaults_and_are_parsed() -> None:
     options = parse_read(CLUSTER)
     assert (options.starting_marks, options.ending_marks) == ("earliest", "latest")
     assert options.columns == LOG_COLUMNS
@@ -135,7 +135,7 @@ def test_the_defaults_and_the_values_of_a_read() -> None:
     assert since.starting_time_ms == 1_795_471_928_000
 
 
-def test_a_group_is_a_number_and_for_replicas_only() -> None:
+def test_a_group_is_a_number_and_requires_a_read_from_replicas() -> None:
     assert parse_read(CLUSTER).group is None
     assert parse_read({**CLUSTER, "group": "0"}).group == 0
     assert parse_read({**CLUSTER, "group": "7", "readFrom": "replica"}).group == 7

@@ -106,7 +106,7 @@ def log_columns_ddl(*fields: tuple[str, types.DataType, bool]) -> StructType:
 
 
 @pytest.mark.parametrize("mode", ["FAILFAST", "DROPMALFORMED", "PERMISSIVE"])
-def test_columns_that_may_be_null_are_not_declared_not_null(mode: str) -> None:
+def test_a_not_null_declaration_is_rejected_for_columns_that_may_be_null(mode: str) -> None:
     unpacking = {"dataFormat": "json", "mode": mode, "encryptionKeys": "/k"}
     source = WaltzDataSource(CONNECT | unpacking)
     source.reader(log_columns_ddl(("id", types.LongType(), True), ("partition", INT, False)))

@@ -260,7 +260,7 @@ def test_protobuf_writes_a_message_of_the_registered_file(registry):
         resolve_and_convert(refunds, batch)
 
 
-def test_every_spark_type_of_avro_round_trips_exactly(registry):
+def test_every_spark_type_that_avro_supports_round_trips_exactly(registry):
     batch = EVERY_TYPE.drop_columns(["map_int"]).to_batches()[0]
     _, append = resolve_and_convert(options_for(registry, **SUBJECT), batch)
     unpacker = Unpacker(list(batch.schema), "avro", decode=Avro(registry.url).decode)
@@ -300,7 +300,7 @@ def test_any_nested_column_round_trips_through_avro(data):
     assert is_whole.all()
 
 
-def test_a_column_that_is_not_nullable_is_not_a_union(registry):
+def test_the_avro_type_of_a_not_null_column_is_not_a_union(registry):
     schema = StructType([types.StructField("id", types.LongType(), nullable=False)])
     options = resolve_write_schema(
         parse_write(options_for(registry, **SUBJECT)), list(arrow_schema(schema))

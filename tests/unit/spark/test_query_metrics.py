@@ -311,7 +311,7 @@ def test_a_directory_of_other_users_is_not_used(tmp_path: Path) -> None:
         make_directory()
 
 
-def test_a_damaged_file_counts_from_zero(tmp_path: Path) -> None:
+def test_counters_start_from_zero_if_their_file_is_damaged(tmp_path: Path) -> None:
     make_directory()
     open_counts("query")
     (path,) = tmp_path.glob("*/query")

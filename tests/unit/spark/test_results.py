@@ -42,7 +42,7 @@ def test_results_of_other_writes_are_unchanged(name: str) -> None:
     assert not is_result_file_of(name, "1")
 
 
-def test_the_reserved_columns_are_those_of_results() -> None:
+def test_the_reserved_column_names_are_the_result_columns() -> None:
     own = [field.name for field in RESULT_FIELDS]
     assert sorted([*RESULT_COLUMNS, "partition"]) == sorted(own)
 

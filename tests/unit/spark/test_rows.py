@@ -312,7 +312,7 @@ def test_mode_permissive_rejects_columns_that_are_not_null(
     check_nullable("a", as_struct.toNullable(), nullable=True)  # as the hint suggests
 
 
-def test_reader_and_writer_reject_types_before_any_task() -> None:
+def test_reader_and_writer_reject_an_invalid_schema_before_any_task() -> None:
     connect = {"path": "zk1:2181/waltz/none", "dataFormat": "msgpack"}
     source = WaltzDataSource(connect)
     log = types.StructField("header", INT, nullable=False)  # the log has no null there

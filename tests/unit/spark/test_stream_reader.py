@@ -95,7 +95,7 @@ def test_a_restarted_query_does_not_read_another_longer_log(
     assert reader_of().latestOffset(again, LIMIT) == offset(2, 50, 50)
 
 
-def test_a_checkpoint_continues_in_a_cluster_that_was_restored_from_its_cluster(
+def test_a_checkpoint_of_a_cluster_continues_in_a_cluster_restored_from_it(
     cluster: Cluster,
 ) -> None:
     start = reader_of().initialOffset()
@@ -128,7 +128,7 @@ def test_a_micro_batch_planned_before_a_restart_reads_only_one_log(
     assert read(reader_of(failOnDataLoss="false"), start, end) == set()
 
 
-def test_offsets_of_development_versions_get_the_cluster_with_the_next_batch(
+def test_offsets_of_development_versions_get_a_cluster_key_in_the_next_batch(
     cluster: Cluster,
 ) -> None:
     cluster.set_cluster(1, 50, 50)
@@ -138,6 +138,6 @@ def test_offsets_of_development_versions_get_the_cluster_with_the_next_batch(
     assert read(reader, {"0": 10, "1": 10}, end) == {0, 1}
 
 
-def test_the_lag_is_reported_only_for_partitions() -> None:
+def test_the_lag_is_computed_only_from_the_partitions_of_an_offset() -> None:
     progress = {"latestOffset": offset(1, 9, 50), "endOffset": json.dumps(offset(1, 4, 50))}
     assert lag_of({"sources": [progress]}) == [{0: 5, 1: 0}]

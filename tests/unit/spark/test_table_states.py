@@ -23,7 +23,7 @@ def snapshot(number: int, marks: TableMarks | None) -> Row:
     )
 
 
-def test_a_new_follower_of_an_iceberg_table_has_the_rules_of_the_newest_one():
+def test_a_new_follower_of_an_iceberg_table_gets_the_rules_of_the_newest_follower():
     older = OTHER._replace(follower="older", rules=StoredRules(key=("other",)))
     snapshots = [snapshot(3, None), snapshot(2, OTHER), snapshot(1, older)]
     state = iceberg_table._state_of(snapshots, 3, NAME)
@@ -46,7 +46,7 @@ def test_a_table_name_is_split_into_its_parts(text: str, parts: list[str]):
     assert split_table_name(text) == parts
 
 
-def test_a_name_that_sql_does_not_accept_is_reported_as_such():
+def test_a_table_name_that_sql_does_not_accept_is_named_in_the_error():
     """Spark without Delta also rejects the statement, with another error."""
     with pytest.raises(BadConfig, match=r"or the name of a table, found 'a b'. Hint: .* backticks"):
         merged_table.MergedDeltaTable(None, "a b", ID, ["id"])

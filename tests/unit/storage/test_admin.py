@@ -129,7 +129,7 @@ def error_text(answer, error):
 # ---- version 0
 
 
-def test_the_cluster_is_checked():
+def test_a_cluster_check_with_another_key_or_partition_count_is_rejected():
     assert Terminal().ask(wire.CheckCluster(-1, KEY, 4)) == wire.Done(-1)
     for other in (wire.CheckCluster(-1, KEY, 5), wire.CheckCluster(-1, bytes(16), 4)):
         text = error_text(Terminal().ask(other), errors.ClusterKeyMismatch)
@@ -429,7 +429,7 @@ def admin_port(run_exclusively, tasks, failures):
 
 
 @pytest.mark.parametrize(("access", "done"), [(None, [0, 1, 2]), (object(), [0])])
-def test_without_access_control_requests_of_a_closed_connection_continue(access, done):
+def test_without_access_control_the_requests_of_a_closed_connection_continue(access, done):
     """As in Waltz 0.13; a revocation closes only connections with access control."""
 
     async def run():

@@ -211,7 +211,7 @@ def test_a_batch_that_reaches_beyond_the_range_is_not_archived(make, monkeypatch
     assert [notice.error for notice in notices(world)] == ([""] if end is None else [])
 
 
-def test_a_clock_behind_the_commit_stamps_does_not_stop_a_started_range(make, monkeypatch):
+def test_an_archive_job_continues_if_the_clock_is_behind_the_commit_stamps(make, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 150)
     world = make(archive=ArchiveLimits(object_bytes=400, age_ms=0))
     owner = fill_log(world, size=1)
@@ -228,7 +228,9 @@ def test_an_old_batch_of_any_size_is_archived(make):
         assert (request(world, owner, range_to(owner, 5)) is not None) == is_archived
 
 
-def test_a_range_with_another_chain_damage_or_reconstructed_batches_is_an_error(make, monkeypatch):
+def test_a_range_with_a_wrong_chain_or_damaged_or_reconstructed_batches_is_an_error(
+    make, monkeypatch
+):
     world = make()
     owner = fill_log(world)
     request(world, owner, range_to(owner, 5, chain=NONCE))
@@ -502,7 +504,7 @@ def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make)
     assert world.service.archive_running_since_ms is None
 
 
-def test_a_prepared_answer_has_the_start_if_an_archive_is_configured(make):
+def test_the_answer_to_prepare_has_the_log_start_if_an_archive_is_configured(make):
     prepared = make().ask(1, prepare(OwnerSession(1)))
     assert (prepared.start, prepared.start_chain) == (-1, GENESIS_CHAIN)
     assert make(archive=None).ask(1, prepare(OwnerSession(1))).start == messages.NO_ARCHIVING
@@ -528,7 +530,7 @@ def removed_starts(world):
     return [report["start"] for report in reports(world, "storage.segment_removed")]
 
 
-def test_segments_over_the_size_are_removed_up_to_the_archived_mark(make):
+def test_segments_over_the_size_limit_are_removed_up_to_the_archived_mark(make):
     world, owner = world_with_segments(make, bytes_max=2_000)
     assert world.log.size_bytes > 4 * 560
     assert isinstance(world.ask(1, mark_at(world, owner, 1)), SuccessResponse)
@@ -542,7 +544,7 @@ def test_segments_over_the_size_are_removed_up_to_the_archived_mark(make):
     assert world.ask(1, owner.append(2)).synced_max == 17
 
 
-def test_segments_over_the_age_are_removed_but_never_the_newest(make):
+def test_segments_over_the_age_limit_are_removed_but_never_the_newest(make):
     world, owner = world_with_segments(make, age_ms_max=1_000)
     world.ask(1, mark_at(world, owner, 15))
     world.finish()
@@ -626,7 +628,7 @@ EXPIRIES = {
 
 
 @pytest.mark.parametrize("kind", EXPIRIES)
-def test_objects_expire_for_the_owner_and_it_is_reported(make, kind):
+def test_an_expiry_request_of_the_owner_is_performed_and_its_outcome_reported(make, kind):
     outcome, expected = EXPIRIES[kind]
     world = make()
     owner = fill_log(world)
@@ -656,7 +658,7 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     assert not [answer for answer in answers if isinstance(answer, ObjectsExpired)]
 
 
-def test_repeated_marks_do_not_delay_the_removal():
+def test_frequent_new_archived_marks_do_not_delay_the_removal_of_segments():
     partitions, marks, removals = 10, 9, 0
     retention = Retention(RetentionLimits(age_ms_max=1))
     for partition in range(partitions):

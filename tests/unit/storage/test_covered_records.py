@@ -384,7 +384,7 @@ def test_a_session_truncates_once_and_only_at_an_existing_batch(world):
         cover(world)
 
 
-def test_records_of_an_owner_are_truncated_as_usual(world):
+def test_records_that_the_owner_has_appended_are_removed_by_a_truncation(world):
     log = world.log
     log.set_low_water_mark(2, 9, log.chain)
     log.engage(2, 9)

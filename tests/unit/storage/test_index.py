@@ -78,7 +78,7 @@ def test_a_read_of_offsets_ends_at_the_last_offset():
     assert (index.count, index.read(3, 9).tolist()) == (5, [300, 350])
 
 
-def test_only_the_synced_part_of_an_index_is_left():
+def test_after_a_power_loss_only_the_synced_part_of_an_index_remains():
     disk = new_disk()
     index = new_index(disk)
     index.write(0, np.array([128, 170]))

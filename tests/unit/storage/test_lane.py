@@ -59,7 +59,7 @@ def test_a_scrub_piece_runs_first_and_once():
     ]
 
 
-def test_a_group_is_bounded(monkeypatch):
+def test_a_group_of_appends_has_a_limited_number_of_bytes(monkeypatch):
     owner = OwnerSession(1)
     appends = [owner.append(data=bytes(400)) for _ in range(5)]
     monkeypatch.setattr(lanes, "GROUP_BYTES_MAX", 2 * queue_bytes(appends[0]))

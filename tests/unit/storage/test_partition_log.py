@@ -191,7 +191,7 @@ def test_a_promise_fences_older_sessions_and_other_nonces_also_after_a_restart(w
         world.crash()
 
 
-def test_a_mark_is_rejected_where_the_log_does_not_end(world):
+def test_a_low_water_mark_that_is_not_the_end_of_the_synced_log_is_rejected(world):
     world.append([3])
     chain = world.log.chain
     for mark, wrong in ((1, chain), (3, chain), (2, GENESIS_CHAIN)):
@@ -275,7 +275,7 @@ def flip_bit(world, transaction_id, at=38):
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def test_a_read_detects_corruption_that_is_skipped_and_repaired(world):
+def test_a_read_detects_a_corrupt_record_which_is_then_skipped_and_repaired(world):
     written = world.append([3, 4] * 20)
     flip_bit(world, 50)
     assert len(world.log.read_range(40, 60, 1 << 20, whole_batches=False).lengths) == 10
@@ -297,7 +297,7 @@ def test_a_read_detects_corruption_that_is_skipped_and_repaired(world):
     assert world.all_records() == written
 
 
-def test_losses_next_to_a_repair_are_found_after_a_crash(world):
+def test_lost_records_next_to_a_repaired_record_are_found_after_a_crash(world):
     """A repair may release the block, together with other records in it."""
     written = world.append([3, 4] * 20)
     flip_bit(world, 130, 44)
@@ -472,7 +472,7 @@ def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
     assert world.all_records() == written
 
 
-def test_after_a_torn_slot_sessions_that_may_be_promised_are_rejected(world):
+def test_after_a_torn_slot_each_session_that_may_have_been_promised_is_rejected(world):
     world.append([2])
     world.log.prepare(7, NONCE)
     position = world.log._files.slots._position
@@ -711,7 +711,7 @@ def test_a_truncation_without_effect_syncs_the_log(world):
     assert world.log.synced_max == 1
 
 
-def test_a_truncation_stopped_by_a_wrong_index_is_completed_first(world):
+def test_a_truncation_stopped_by_a_wrong_index_must_be_completed_before_a_new_session(world):
     written = world.append([1] * 10, size=20)
     record_bytes = len(written) // 10
     spoil_offset(world, 6)
@@ -732,7 +732,7 @@ FULL = [("write", ".ctl"), ("truncate", ".seg"), ("truncate", ".idx"), ("write",
 
 
 @pytest.mark.parametrize("what", FULL, ids=str)
-def test_a_truncation_without_space_is_completed_first(world, what):
+def test_a_truncation_that_ran_out_of_space_must_be_completed_before_other_changes(world, what):
     world.append([4, 4], size=20)
     written = world.all_records()
     world.log.prepare(2, NONCE)

@@ -28,7 +28,7 @@ def test_batches_after_an_id_are_dropped_in_every_segment():
         segments.close()
 
 
-def test_new_batches_replace_dropped_ones_and_the_headers_follow():
+def test_new_batches_replace_dropped_ones_and_chain_headers_are_rewritten():
     disk = new_disk()
     segments, records, _ = make_segments(disk, [3, 2], [2], [2])
     rebatching.drop_batches(segments, -1)

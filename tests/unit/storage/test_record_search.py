@@ -113,7 +113,7 @@ def test_an_index_with_lost_offsets_does_not_end_damage():
         behind(3, offset_of(3), size)
 
 
-def test_without_an_index_a_record_without_space_before_it_is_ignored():
+def test_without_an_index_a_record_is_ignored_if_the_space_before_it_is_too_small():
     disk = with_later_records(offset_of(2) + 30)
     disk.write_durably(IDX, disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES])
     # Eight records before the tenth need 320 bytes.

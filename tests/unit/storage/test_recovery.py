@@ -125,7 +125,7 @@ def test_a_log_that_ends_below_the_marker_is_suspect():
     assert slots.slot.suspect
 
 
-def test_another_history_below_the_marker_is_suspect():
+def test_a_log_with_another_history_below_the_marker_is_suspect():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     SlotFile.create(
@@ -159,7 +159,7 @@ def test_a_mark_above_lost_batches_is_lowered():
 
 @pytest.mark.parametrize("trust_fsync", [True, False])
 @pytest.mark.parametrize("dirty", [True, False])
-def test_an_unclean_stop_is_suspect_where_syncs_are_not_trusted(dirty, trust_fsync):
+def test_an_unclean_stop_makes_a_log_suspect_if_syncs_are_not_trusted(dirty, trust_fsync):
     disk = new_disk()
     write_log(disk, [3], dirty=dirty)
     slot = open_disk(disk, trust_fsync=trust_fsync)[1].slot
@@ -490,7 +490,7 @@ def test_an_adoption_interrupted_at_any_step_keeps_the_records_of_0_13():
 KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, sequence=9)
 
 
-def test_an_interrupted_opening_of_a_missing_log_keeps_promise_and_suspect():
+def test_an_interrupted_opening_of_a_missing_log_keeps_the_promise_and_suspect_flag():
     for segments, slots in interrupted_openings(lambda _disk: None, Survival.ANY_SECTORS, KNOWN):
         slot = slots.slot
         assert (slot.suspect, slot.promise) == (True, Promise.after_loss(7))
@@ -529,12 +529,12 @@ def synced_by_opening(disk, **wanted):
     return sorted(files) + ["names"] * sum(call == "syncdir" for call, _ in steps)
 
 
-def test_a_new_log_takes_a_sync_for_each_file_and_two_for_their_names():
+def test_opening_a_new_log_syncs_each_file_once_and_the_file_names_twice():
     expected = [".chn", ".idx", ".seg", SLOTS_NAME, "names", "names"]
     assert synced_by_opening(new_disk()) == expected
 
 
-def test_a_log_up_to_its_marker_takes_a_sync_of_batches_slot_and_names():
+def test_opening_a_log_that_ends_at_its_marker_syncs_batches_slot_and_file_names():
     disk = new_disk()
     write_log(disk, [3, 2])
     assert synced_by_opening(disk) == [".chn", SLOTS_NAME, "names"]

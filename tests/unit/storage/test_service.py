@@ -244,7 +244,9 @@ def test_a_new_replica_reports_an_empty_log(world, storage_id):
         ({"storage_id": b"another storage."}, errors.StorageIdMismatch),
     ],
 )
-def test_a_storage_of_another_cluster_is_not_prepared(world, wrong, error):
+def test_a_prepare_for_another_cluster_or_storage_is_rejected_without_a_promise(
+    world, wrong, error
+):
     assert world.refusal(1, prepare(OwnerSession(5), **wrong)) is error
     assert world.log.promised == -1
 

@@ -84,7 +84,7 @@ def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     engine.abandon()
 
 
-def test_partitions_are_opened_as_the_caller_requests(tmp_path):
+def test_partitions_are_opened_with_the_for_each_function_of_the_caller(tmp_path):
     engine = open_engine(tmp_path)
     for partition_id in (2, 0):
         engine.assign(partition_id)
@@ -245,7 +245,7 @@ def test_setting_flags_keeps_a_replica_with_a_lost_slot_suspect(tmp_path):
     engine.close()
 
 
-def test_a_directory_outside_the_cluster_is_unchanged(tmp_path):
+def test_the_directory_of_a_partition_outside_the_cluster_is_ignored(tmp_path):
     engine = open_engine(tmp_path)
     engine.close()
     (tmp_path / "17").mkdir()

@@ -185,7 +185,7 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_records(log, form)
 
 
 @pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS], ids=["whole", "headers"])
-def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
+def test_the_records_of_a_range_are_read_with_one_system_call(log, monkeypatch, form):
     owner = OwnerSession(5)
     run(log, owner.append(500), owner.append(500))
     preads = []
