@@ -59,7 +59,7 @@ class AdminMessage(Message):
 
 @value(frozen=True, slots=True)
 class Done(AdminMessage):
-    """The storage has durably processed the request. Answers 3, 4, 6, 69, 70, 71 and 78."""
+    """The storage has durably processed the request. Answers messages 3, 4, 6, 69, 70, 71 and 78."""
 
     code = 1
     requires = ANSWER
@@ -334,7 +334,7 @@ class Copy(AdminMessage):
 
 @value(frozen=True, slots=True)
 class Copied(AdminMessage):
-    """The log is synced to disk up to this ID. Answers request 73."""
+    """The log is synced to disk up to this ID. Answers message 73."""
 
     code = 74
     requires = ANSWER
@@ -356,7 +356,7 @@ class ScrubRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ScrubResponse(AdminMessage):
-    """The progress of a partition's scrub. Answers 76.
+    """The progress of a partition's scrub. Answers message 76.
 
     The current scrub pass has read the records below `next_id`, `read_bytes` bytes in total.
     `finished_age_ms` is the time since the last completed pass; -1 if none was completed. `error`

@@ -751,7 +751,7 @@ class ExpireRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ExpireResponse(ClientMessage):
-    """The first available ID now.
+    """The current first available ID, and whether the server has carried out the expiry.
 
     With `is_done`, the server has carried out the expiry as far as possible.
     """
