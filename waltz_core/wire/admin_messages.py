@@ -59,7 +59,7 @@ class AdminMessage(Message):
 
 @value(frozen=True, slots=True)
 class Done(AdminMessage):
-    """The storage has durably processed the request. Answers messages 3, 4, 6, 69, 70, 71 and 78."""
+    """The storage has durably processed the request. Answers messages 3, 4, 6, 69, 70, 71, 78."""
 
     code = 1
     requires = ANSWER
