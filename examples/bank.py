@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 try:
     from bank_books import engine_of
-    from bank_desk import Bank, Refused, money
+    from bank_desk import Bank, BankError, money
     from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 except ImportError as error:
     raise SystemExit(f"bank: {error}") from None
@@ -50,15 +50,15 @@ class Terminal:
         self.key: str | None = None
 
     def run(self, words: Sequence[str], key: str | None = None) -> None:
-        """Run a command; raise Refused if the command or its arguments are invalid."""
+        """Run a command; raise BankError if the command or its arguments are invalid."""
         name, *rest = words
         command = COMMANDS.get(name)
         if command is None:
-            raise Refused(f"unknown command {name!r}; `help` lists the commands")
+            raise BankError(f"unknown command {name!r}; `help` lists the commands")
         if len(rest) != len(command.arguments.split()):
-            raise Refused(f"expected: {name} {command.arguments}".rstrip())
+            raise BankError(f"expected: {name} {command.arguments}".rstrip())
         if key is not None and not command.is_write:
-            raise Refused(f"{name} changes nothing, so it takes no --id")
+            raise BankError(f"{name} changes nothing, so it takes no --id")
         self.key = key
         command.run(self, rest)
 
@@ -168,21 +168,21 @@ def print_commands() -> None:
 
 
 def account_of(word: str) -> int:
-    """Parse the number of an account; raise Refused if it is invalid."""
+    """Parse the number of an account; raise BankError if it is invalid."""
     if not re.fullmatch(r"[0-9]{1,18}", word):
-        raise Refused(f"expected the number of an account, found {word!r}")
+        raise BankError(f"expected the number of an account, found {word!r}")
     return int(word)
 
 
 def cents_of(word: str) -> int:
-    """Convert an amount such as 12.50 to cents; raise Refused if the amount is invalid."""
+    """Convert an amount such as 12.50 to cents; raise BankError if the amount is invalid."""
     try:
         cents = Decimal(word.replace(",", "")) * 100
         is_whole = cents == cents.to_integral_value()
     except InvalidOperation:
         is_whole, cents = False, Decimal(0)
     if not is_whole or not re.fullmatch(r"[0-9.,]{1,30}", word):
-        raise Refused(f"expected an amount such as 100 or 12.50, found {word!r}")
+        raise BankError(f"expected an amount such as 100 or 12.50, found {word!r}")
     return int(cents)
 
 
@@ -193,7 +193,7 @@ def show_line(text: str) -> None:
 
 def sentence_of(error: Exception) -> str:
     """Return the one-line message that the terminal prints for an error."""
-    if isinstance(error, Refused):
+    if isinstance(error, BankError):
         return f"no: {error}"
     if isinstance(error, OutcomeUnknown):
         return (
@@ -209,7 +209,7 @@ def run_and_print_error(terminal: Terminal, words: Sequence[str], key: str | Non
     """Run a command; if it fails, print a one-line message and return False."""
     try:
         terminal.run(words, key)
-    except (Refused, WaltzError, SQLAlchemyError) as error:
+    except (BankError, WaltzError, SQLAlchemyError) as error:
         print(sentence_of(error), file=sys.stderr, flush=True)
         return False
     return True

@@ -115,8 +115,8 @@ class Books(SqlCallbacks):
         super().__init__(engine, application="bank")
         self.engine = engine
         self._applied: dict[int, int] = {}
-        self._stopped: dict[int, Exception] = {}
-        self._progressed = threading.Condition()
+        self._errors: dict[int, Exception] = {}
+        self._progress_condition = threading.Condition()
         for _ in range(ATTEMPTS_MAX - 1):
             # Another instance may be creating the same tables.
             with contextlib.suppress(sa.exc.DBAPIError):
@@ -186,9 +186,9 @@ class Books(SqlCallbacks):
         """Wake the callers of `wait_for` if this error stops the feed of the partition."""
         policy = super().uncaught_exception(partition, transaction_id, error)
         if policy is PoisonPolicy.STOP:
-            with self._progressed:
-                self._stopped[partition] = error
-                self._progressed.notify_all()
+            with self._progress_condition:
+                self._errors[partition] = error
+                self._progress_condition.notify_all()
         return policy
 
     def wait_for(self, partition: int, transaction_id: int) -> None:
@@ -200,21 +200,21 @@ class Books(SqlCallbacks):
 
         def has_ended() -> bool:
             is_applied = self._applied.get(partition, -1) >= transaction_id
-            return is_applied or partition in self._stopped
+            return is_applied or partition in self._errors
 
-        with self._progressed:
-            if has_ended() or self._progressed.wait_for(has_ended, WAIT_S_MAX):
-                if partition not in self._stopped:
+        with self._progress_condition:
+            if has_ended() or self._progress_condition.wait_for(has_ended, WAIT_S_MAX):
+                if partition not in self._errors:
                     return
-                raise Unavailable(f"the books cannot continue: {self._stopped[partition]}")
+                raise Unavailable(f"the books cannot continue: {self._errors[partition]}")
         raise Unavailable(
             f"the books have not caught up with the log within {WAIT_S_MAX:.0f} s. Hint: try again."
         )
 
     def _record_applied(self, partition: int, mark: int) -> None:
-        with self._progressed:
+        with self._progress_condition:
             self._applied[int(partition)] = int(mark)
-            self._progressed.notify_all()
+            self._progress_condition.notify_all()
 
 
 def send_key_of(key: str) -> str:

@@ -19,7 +19,7 @@ CENTS_MAX = 10**15
 ComputeEntry = Callable[[sa.Connection], Entry]
 
 
-class Refused(Exception):
+class BankError(Exception):
     """The bank rejects the operation; the message states the reason."""
 
 
@@ -59,7 +59,7 @@ class Bank:
     """The operations of the bank. All amounts are in cents.
 
     An operation with a `key` may be repeated, for example after a crash, and is done only once. An
-    operation raises `Refused` if the bank rejects it, and an error of `waltz_core.errors` if it
+    operation raises `BankError` if the bank rejects it, and an error of `waltz_core.errors` if it
     fails.
     """
 
@@ -81,7 +81,7 @@ class Bank:
         def compute_entry(connection: sa.Connection) -> Entry:
             is_account = ACCOUNTS.c.account == account
             if connection.execute(sa.select(ACCOUNTS).where(is_account)).first() is not None:
-                raise Refused(f"account {account} exists already")
+                raise BankError(f"account {account} exists already")
             return Entry("open", key, account)
 
         self._write_entry(account, key, compute_entry)
@@ -109,7 +109,7 @@ class Bank:
     def transfer(self, source: int, target: int, cents: int, *, key: str | None = None) -> None:
         """Transfer an amount in cents, within a partition or between two (rule 4)."""
         if source == target:
-            raise Refused("a transfer needs two accounts")
+            raise BankError("a transfer needs two accounts")
         key = valid_key(key)
         target_partition = self.partition_of_account(target)
         kind = "transfer" if self.partition_of_account(source) == target_partition else "send"
@@ -135,9 +135,9 @@ class Bank:
         def compute_entry(connection: sa.Connection) -> Entry:
             cents = balance_of_active_account(connection, account)
             if cents:
-                raise Refused(f"account {account} holds {money(cents)}; it must be empty")
-            if any(row.source == account for row in connection.execute(in_transit())):
-                raise Refused(f"a transfer from account {account} is in transit; try again")
+                raise BankError(f"account {account} holds {money(cents)}; it must be empty")
+            if any(row.source == account for row in connection.execute(transfers_in_transit())):
+                raise BankError(f"a transfer from account {account} is in transit; try again")
             return Entry("deactivate", key, account)
 
         self._write_entry(account, key, compute_entry)
@@ -146,9 +146,9 @@ class Bank:
         """Complete all transfers in transit; return their number."""
         self.catch_up()
         with self._books.engine.connect() as connection:
-            keys = [row.key for row in connection.execute(in_transit())]
+            keys = [row.key for row in connection.execute(transfers_in_transit())]
         for key in keys:
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(BankError):
                 self._complete_transfer(key)
         return len(keys)
 
@@ -163,7 +163,7 @@ class Bank:
                 sa.select(ACCOUNTS.c.cents).where(is_account)
             ).scalar_one_or_none()
         if found is None:
-            raise Refused(f"there is no account {account}")
+            raise BankError(f"there is no account {account}")
         return int(found)
 
     def accounts(self) -> list[tuple[int, int, bool]]:
@@ -176,7 +176,7 @@ class Bank:
     def cents_in_transit(self) -> int:
         """Return the total in cents of the transfers in transit between partitions."""
         with self._books.engine.connect() as connection:
-            return sum(row.cents for row in connection.execute(in_transit()))
+            return sum(row.cents for row in connection.execute(transfers_in_transit()))
 
     def history(self, account: int) -> list[tuple[int, int, str, int, int | None]]:
         """Return the entries of an account, in the order of the log.
@@ -220,7 +220,7 @@ class Bank:
         """Complete one transfer between partitions (rule 4).
 
         Raises:
-            Refused: the target's partition has rejected the transfer, and the money was returned.
+            BankError: the target's partition has rejected the transfer, and the money was returned.
         """
         with self._books.engine.connect() as connection:
             send = connection.execute(sa.select(SENDS).where(SENDS.c.key == key)).one()
@@ -229,7 +229,7 @@ class Bank:
             kind = "arrive"
             try:
                 check_can_receive(connection, send.target, send.cents)
-            except Refused:
+            except BankError:
                 kind = "reject"
             return Entry(kind, f"{key}/end", send.target, send.cents, send.source)
 
@@ -242,43 +242,43 @@ class Bank:
         if is_rejected:
             return_entry = Entry("return", f"{key}/back", send.source, send.cents, send.target)
             self._write_entry(send.source, return_entry.key, lambda _: return_entry)
-            raise Refused(
+            raise BankError(
                 f"account {send.target} no longer accepts the transfer; the amount was returned"
             )
 
 
 def balance_of_active_account(connection: sa.Connection, account: int) -> int:
-    """Return the balance in cents of an account; raise Refused unless it exists and is active."""
+    """Return the balance in cents of an account; raise BankError unless it exists and is active."""
     found = connection.execute(sa.select(ACCOUNTS).where(ACCOUNTS.c.account == account)).first()
     if found is None:
-        raise Refused(f"there is no account {account}")
+        raise BankError(f"there is no account {account}")
     if not found.is_active:
-        raise Refused(f"account {account} is deactivated")
+        raise BankError(f"account {account} is deactivated")
     return int(found.cents)
 
 
 def check_can_receive(connection: sa.Connection, account: int, cents: int) -> None:
-    """Raise Refused if an account cannot receive an amount in cents."""
+    """Raise BankError if an account cannot receive an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
-        raise Refused(
+        raise BankError(
             f"expected an amount above 0 and up to {money(CENTS_MAX)}, found {money(cents)}"
         )
     if balance_of_active_account(connection, account) + cents > CENTS_MAX:
-        raise Refused(f"account {account} would hold more than {money(CENTS_MAX)}")
+        raise BankError(f"account {account} would hold more than {money(CENTS_MAX)}")
 
 
 def check_can_pay(connection: sa.Connection, account: int, cents: int) -> None:
-    """Raise Refused if an account cannot pay an amount in cents."""
+    """Raise BankError if an account cannot pay an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
-        raise Refused(
+        raise BankError(
             f"expected an amount above 0 and up to {money(CENTS_MAX)}, found {money(cents)}"
         )
     held = balance_of_active_account(connection, account)
     if held < cents:
-        raise Refused(f"account {account} holds {money(held)}, which is less than {money(cents)}")
+        raise BankError(f"account {account} holds {money(held)}, which is less than {money(cents)}")
 
 
-def in_transit() -> sa.Select[tuple[str, int, int, int, bool]]:
+def transfers_in_transit() -> sa.Select[tuple[str, int, int, int, bool]]:
     """Return a query for the `send` entries in transit: neither arrived nor returned."""
     both = SENDS.outerjoin(ARRIVALS, ARRIVALS.c.key == SENDS.c.key)
     has_arrived = sa.func.coalesce(ARRIVALS.c.is_rejected, sa.true()) == sa.false()
@@ -290,7 +290,7 @@ def valid_key(key: str | None) -> str:
     if key is None:
         return secrets.token_hex(8)
     if not re.fullmatch(r"[\w.:-]{1,80}", key):
-        raise Refused(f"expected an ID of letters, digits and . : - _, found {key!r}")
+        raise BankError(f"expected an ID of letters, digits and . : - _, found {key!r}")
     return key
 
 

@@ -205,8 +205,8 @@ class Writer:
         self.ledger: list[RecordedOutcome] = []
         self._client = WaltzClient(connect)
         self._number = number
-        self._left = share
-        self._next = 0
+        self._remaining_count = share
+        self._next_number = 0
         self._progress = progress
         self._random = random.Random(number)
         self._counters = Counters()
@@ -222,19 +222,19 @@ class Writer:
         """Write this process's share of the transactions, and wait for all outcomes."""
         with self._client:
             self._client.subscribe(self._counters)
-            while self._left:
-                self._append_batch(min(BATCH_ROWS, self._left))
-                for _ in range(min(SINGLES * 5, self._left)):
+            while self._remaining_count:
+                self._append_batch(min(BATCH_ROWS, self._remaining_count))
+                for _ in range(min(SINGLES * 5, self._remaining_count)):
                     self._append_one()
-                for _ in range(min(CONTEXTS * 20, self._left)):
+                for _ in range(min(CONTEXTS * 20, self._remaining_count)):
                     self._submit_increment()
             for kind in IN_FLIGHT:
                 self._collect_outcomes(kind, in_flight=0)
 
     def _next_keys(self, count: int) -> list[str]:
-        keys = [f"{self._number}.{self._next + place}" for place in range(count)]
-        self._next += count
-        self._left -= count
+        keys = [f"{self._number}.{self._next_number + place}" for place in range(count)]
+        self._next_number += count
+        self._remaining_count -= count
         return keys
 
     def _random_content(self, key: str, partition: int, mark: int) -> Content:
@@ -276,7 +276,7 @@ class Writer:
         self._collect_outcomes("single", in_flight=IN_FLIGHT["single"])
         partition = self._random.randrange(self._client.partition_count)
         # A new high-water mark costs a round trip, so most appends use a slightly old one.
-        if self._next % SINGLES == 0 or partition not in self._marks:
+        if self._next_number % SINGLES == 0 or partition not in self._marks:
             self._marks[partition] = int(self._client.high_water_mark(partition))
         (key,) = self._next_keys(1)
         row = self._random_content(key, partition, self._marks[partition])

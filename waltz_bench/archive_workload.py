@@ -1,7 +1,7 @@
 """The workload `archive`: a log that is larger than the disks of its storages.
 
 It appends `--mib` MiB of data to one partition. Meanwhile the storages archive the log. Each
-storage keeps at most `LOCAL_BYTES`, or an eighth of the data if an eighth is less. Then the
+storage keeps at most `LOCAL_BYTES_MAX`, or an eighth of the data if an eighth is less. Then the
 workload reads the whole log in three ways: by ranges, by the feed from the first ID on, and with
 Spark from the archive. The time of Spark's read is compared with the time in which Spark reads a
 Parquet file with the same rows.
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from waltz_core.client import BatchOutcome, RangeChunk
 
 MIB_DEFAULT = 1024
-LOCAL_BYTES = 1536 * MIB
+LOCAL_BYTES_MAX = 1536 * MIB
 SEGMENTS = 24  # the number of segments that `local_retention_bytes` permits
 PARTITION = 0
 WINDOWS = 3
 ROUNDS = 2
-WATCH_S = 0.5
+WATCH_INTERVAL_S = 0.5
 ID_BYTES = 8
 _DIGITS_BYTES = 1 << 20
 _STRIDE = 7_919
@@ -75,7 +75,7 @@ def archive(load: BenchLoad, meter: Meter) -> WorkloadResult:
     del meter  # a meter needs an existing cluster, and this workload creates one
     directory = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
     url = f"file://{directory}/archive"
-    local_bytes = min(LOCAL_BYTES, (load.mib or MIB_DEFAULT) * MIB // 8)
+    local_bytes = min(LOCAL_BYTES_MAX, (load.mib or MIB_DEFAULT) * MIB // 8)
     segment_bytes = local_bytes // SEGMENTS
     with_archive: dict[str, dict[str, object]] = {
         "storage": {
@@ -105,7 +105,7 @@ def archive(load: BenchLoad, meter: Meter) -> WorkloadResult:
         uvloop.run(run.fill())
         uvloop.run(run.read_all())
         run.read_with_spark(url)
-        return run.measured()
+        return run.result()
     finally:
         for cluster in clusters:
             if cluster.exists():
@@ -123,7 +123,7 @@ class _ArchiveRun:
         self._rows_max = (load.mib or MIB_DEFAULT) * MIB // load.payload_bytes
         self._count = 0
         self._wrong_count = 0
-        self._took_s = 0.0
+        self._fill_s = 0.0
         self._local_bytes_max = 0
         self._figures: dict[str, object] = {}
         self._stop_watching = threading.Event()
@@ -164,7 +164,7 @@ class _ArchiveRun:
                 self._count += added_count
                 await self._wait_until_archived(client)
                 print_error(f"{self._count:,} of {self._rows_max:,} rows are appended and archived")
-            self._took_s = time.perf_counter() - start_s
+            self._fill_s = time.perf_counter() - start_s
         self._stop_watching.set()
         self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
         archive_bytes = sum(
@@ -207,7 +207,7 @@ class _ArchiveRun:
             await asyncio.sleep(0.2)
 
     def _watch_sizes(self) -> None:
-        while not self._stop_watching.wait(WATCH_S):
+        while not self._stop_watching.wait(WATCH_INTERVAL_S):
             self._local_bytes_max = max(self._local_bytes_max, *self._sizes())
 
     def _sizes(self) -> list[int]:
@@ -267,11 +267,11 @@ class _ArchiveRun:
         self._figures[f"{name}_mib_per_s"] = round(rate, 1)
         print_error(f"{name}: {rows:,} rows in {elapsed_s:.1f} s, {self._wrong_count} wrong so far")
 
-    def measured(self) -> WorkloadResult:
+    def result(self) -> WorkloadResult:
         """Return the result of the run."""
         return WorkloadResult(
             rows=self._count,
-            seconds=self._took_s,
+            seconds=self._fill_s,
             bytes=self._count * self._load.payload_bytes,
             acknowledged=self._count,
             errors=self._wrong_count,

@@ -92,7 +92,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> WorkloadResult:
     )
 
 
-def _payload(load: BenchLoad, random: Random, *, is_checked: bool = True) -> bytes:
+def _payload(load: BenchLoad, random: Random, *, has_write_locks: bool = True) -> bytes:
     """Encode a batch with write locks or append locks. Append locks never cause a rejection."""
     count = load.batch_rows
     data = [random.randbytes(load.payload_bytes) for _ in range(count)]
@@ -101,9 +101,9 @@ def _payload(load: BenchLoad, random: Random, *, is_checked: bool = True) -> byt
     return encode_append(
         [0] * count,
         data,
-        write_locks=locks if is_checked else none,
+        write_locks=locks if has_write_locks else none,
         read_locks=none,
-        append_locks=none if is_checked else locks,
+        append_locks=none if has_write_locks else locks,
     )
 
 
@@ -219,7 +219,7 @@ async def _replay(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
 async def fill(client: AsyncWaltzClient, load: BenchLoad) -> None:
     """Append `--rows` rows with append locks, distributed evenly over all partitions."""
-    payload = _payload(load, Random(1), is_checked=False)  # noqa: S311 - test data
+    payload = _payload(load, Random(1), has_write_locks=False)  # noqa: S311 - test data
     per_partition = -(-load.rows // (load.batch_rows * client.partition_count))
     async with asyncio.TaskGroup() as group:
         for partition in range(client.partition_count):

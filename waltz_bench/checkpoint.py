@@ -42,7 +42,7 @@ class _AnswerTimes:
         self.deadline_s = self.start_s + seconds
         self.answered_s: list[float] = []
         self.latencies_s: list[float] = []
-        self.changed_s: list[
+        self.session_change_s: list[
             tuple[float, float]
         ] = []  # the new session began between these two times
         self.ids: list[int] = []
@@ -51,7 +51,9 @@ class _AnswerTimes:
     @property
     def is_over(self) -> bool:
         now = time.perf_counter()
-        return now >= self.deadline_s and (bool(self.changed_s) or now >= self.start_s + WAIT_S_MAX)
+        return now >= self.deadline_s and (
+            bool(self.session_change_s) or now >= self.start_s + WAIT_S_MAX
+        )
 
     def gaps_s(self) -> list[float]:
         """Return for each new session the longest time in s without an answer around its start."""
@@ -59,7 +61,7 @@ class _AnswerTimes:
         starts, ends = times[:-1], times[1:]
         return [
             float((ends - starts)[(ends >= before) & (starts <= after)].max(initial=0.0))
-            for before, after in self.changed_s
+            for before, after in self.session_change_s
         ]
 
 
@@ -111,7 +113,7 @@ async def _watch_sessions(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
         new_session_id = (await client.replicas(PARTITION)).session_id
         now = time.perf_counter()
         if new_session_id != session_id:
-            run.changed_s.append((previous_s, now))
+            run.session_change_s.append((previous_s, now))
         session_id, previous_s = new_session_id, now
 
 

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import AsyncIterator
 
-KINDS = ("appender", "reader", "connections")
+TENANT_KINDS = ("appender", "reader", "connections")
 ROUNDS = 10
 PAUSE_S = 0.004
 START_S = 1.5
 START_S_MAX = 60.0
-SHARES = (50, 99)
+PERCENTILES = (50, 99)
 
 
 @dataclass
@@ -51,16 +51,16 @@ class _PhaseTimes:
 
     calm_s: list[list[float]] = field(default_factory=list)
     flooded_s: list[list[float]] = field(default_factory=list)
-    got_per_s: list[float] = field(default_factory=list)
+    received_per_s: list[float] = field(default_factory=list)
     calm_meter: Meter = field(default_factory=lambda: Meter(None))
     flooded_meter: Meter = field(default_factory=lambda: Meter(None))
 
     def figures(self, phase_s: float) -> dict[str, object]:
         """Return the figures for the report: medians over the rounds."""
         figures_by_name: dict[str, object] = {}
-        for share in SHARES:
+        for percent in PERCENTILES:
             calm, flooded = (
-                [percentile_ms(phase, share / 100) or 0.0 for phase in phases]
+                [percentile_ms(phase, percent / 100) or 0.0 for phase in phases]
                 for phases in (self.calm_s, self.flooded_s)
             )
             ratios = [
@@ -68,11 +68,11 @@ class _PhaseTimes:
                 for flooded_s, calm_latency_s in zip(flooded, calm, strict=True)
                 if calm_latency_s
             ]
-            figures_by_name[f"calm_p{share}_ms"] = round(statistics.median(calm), 3)
-            figures_by_name[f"flooded_p{share}_ms"] = round(statistics.median(flooded), 3)
-            figures_by_name[f"p{share}_ratio"] = round(statistics.median(ratios), 2)
-            figures_by_name[f"p{share}_ratios"] = [round(ratio, 2) for ratio in ratios]
-        figures_by_name["got_per_s"] = round(statistics.median(self.got_per_s))
+            figures_by_name[f"calm_p{percent}_ms"] = round(statistics.median(calm), 3)
+            figures_by_name[f"flooded_p{percent}_ms"] = round(statistics.median(flooded), 3)
+            figures_by_name[f"p{percent}_ratio"] = round(statistics.median(ratios), 2)
+            figures_by_name[f"p{percent}_ratios"] = [round(ratio, 2) for ratio in ratios]
+        figures_by_name["got_per_s"] = round(statistics.median(self.received_per_s))
         meters = (("calm", self.calm_meter), ("flooded", self.flooded_meter))
         for name, meter in meters:
             cpu_s = meter.cpu_seconds_by_role() or {}
@@ -89,15 +89,16 @@ def flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
 
 async def _flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
-    phase_s = load.seconds / (2 * ROUNDS * len(KINDS))
+    phase_s = load.seconds / (2 * ROUNDS * len(TENANT_KINDS))
     phases_by_kind = {
         kind: _PhaseTimes(calm_meter=Meter(meter.cluster), flooded_meter=Meter(meter.cluster))
-        for kind in KINDS
+        for kind in TENANT_KINDS
     }
     async with AsyncWaltzClient.connect(load.connect) as client, AsyncExitStack() as stack:
         await fill(client, load)
         tenants = {
-            kind: await stack.enter_async_context(_run_greedy_tenant(kind, load)) for kind in KINDS
+            kind: await stack.enter_async_context(_run_greedy_tenant(kind, load))
+            for kind in TENANT_KINDS
         }
         for kind, phases in [item for _ in range(ROUNDS) for item in phases_by_kind.items()]:
             await _append_singles(client, load, START_S, Meter(None))
@@ -111,7 +112,7 @@ async def _flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
             )
             meter.stop()
             received = tenants[kind].received_total - before
-            phases.got_per_s.append(received / (time.perf_counter() - start_s))
+            phases.received_per_s.append(received / (time.perf_counter() - start_s))
             tenants[kind].command("stop")
     latencies_s = [
         each for phases in phases_by_kind.values() for part in phases.flooded_s for each in part

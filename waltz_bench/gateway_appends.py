@@ -27,7 +27,7 @@ from waltz_core.errors import Unavailable
 
 CONNECTIONS = 64
 _HEAD_END = b"\r\n\r\n"
-_LENGTH = b"content-length: "
+_LENGTH_HEADER = b"content-length: "
 
 
 class _PhaseResult(NamedTuple):
@@ -127,7 +127,7 @@ async def _append_over_http(
             head += "Content-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             answer = await reader.readuntil(_HEAD_END)
-            length = int(answer.partition(_LENGTH)[2].partition(b"\r\n")[0])
+            length = int(answer.partition(_LENGTH_HEADER)[2].partition(b"\r\n")[0])
             reply = json.loads(await reader.readexactly(length))
             if not answer.startswith(b"HTTP/1.1 200"):
                 raise Unavailable(f"the gateway has rejected an append: {reply}")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 WRITERS: Final = 8
 PARTITION: Final = 0
 # The run, the value, and the ID of the transaction from which the value was computed.
-_COUNT: Final = struct.Struct(">QQq")
+_COUNTER_LAYOUT: Final = struct.Struct(">QQq")
 
 
 class CounterView(NamedTuple):
@@ -100,16 +100,16 @@ class _Increment(TransactionContext):
             if count is not None:
                 value, writer = count, predecessor.transaction_id
         self.value = value + 1
-        builder.data = _COUNT.pack(self._run, self.value, writer) + self._padding
+        builder.data = _COUNTER_LAYOUT.pack(self._run, self.value, writer) + self._padding
         builder.set_write_locks([lock("hot", self._run)])
         return True
 
 
 def _counter_value(data: bytes, run: int) -> int | None:
     """Return the counter's value in a transaction's data; None for another run's transaction."""
-    if len(data) < _COUNT.size:
+    if len(data) < _COUNTER_LAYOUT.size:
         return None
-    data_run, value, _ = _COUNT.unpack_from(data)
+    data_run, value, _ = _COUNTER_LAYOUT.unpack_from(data)
     return value if data_run == run else None
 
 
@@ -129,8 +129,8 @@ async def _read_counts(
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
         for position, offset in enumerate(offsets[:-1]):
             data = bytes(chunk.records[offset + RECORD_PREFIX.size : offsets[position + 1] - 4])
-            if len(data) >= _COUNT.size and _COUNT.unpack_from(data)[0] == run:
-                _, value, writer = _COUNT.unpack_from(data)
+            if len(data) >= _COUNTER_LAYOUT.size and _COUNTER_LAYOUT.unpack_from(data)[0] == run:
+                _, value, writer = _COUNTER_LAYOUT.unpack_from(data)
                 yield chunk.first + position, value, writer
 
 
@@ -141,7 +141,7 @@ def hot_lock(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
 async def _hot_lock(load: BenchLoad, meter: Meter) -> WorkloadResult:
     run = time.time_ns()
-    padding = Random(3).randbytes(max(0, load.payload_bytes - _COUNT.size))  # noqa: S311 - test data
+    padding = Random(3).randbytes(max(0, load.payload_bytes - _COUNTER_LAYOUT.size))  # noqa: S311 - test data
     latencies: list[float] = []
     outcomes: dict[int, int] = {}
     attempts = followed = reads = 0

@@ -43,7 +43,7 @@ PARTITION = 0
 WAIT_S_MAX = 60.0
 POLL_INTERVAL_S = 0.02
 # The reasons that show that the server has checked the locks of a row.
-_DECIDED = (RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK)
+_CODES_AFTER_LOCK_CHECK = (RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK)
 
 
 class _RejectionRun:
@@ -111,7 +111,10 @@ class _RejectionRun:
                 )
             except WaltzError:
                 continue
-            if all(RowOutcomeCode(each) in _DECIDED for each in set(outcome.reasons.tolist())):
+            if all(
+                RowOutcomeCode(each) in _CODES_AFTER_LOCK_CHECK
+                for each in set(outcome.reasons.tolist())
+            ):
                 self.rows += count
                 return outcome
         raise Unavailable(

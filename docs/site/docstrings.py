@@ -18,7 +18,7 @@ SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:", "Yields:")
 INDENT = "    "
 
 
-def converted(lines: list[str]) -> list[str]:
+def convert_lines(lines: list[str]) -> list[str]:
     """Return the lines of a docstring with examples as code and rules as a list."""
     result: list[str] = []
     for head, block in _blocks(lines):
@@ -81,7 +81,7 @@ def convert(
     _app: Sphinx, _kind: str, _name: str, _value: object, _options: object, lines: list[str]
 ) -> None:
     """Convert a docstring in place."""
-    lines[:] = converted(lines)
+    lines[:] = convert_lines(lines)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

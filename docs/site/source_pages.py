@@ -15,11 +15,11 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 
 # folder -> the page that introduces it
-INTRODUCED = {"docs/decisions": "docs/site/decisions"}
+INTRODUCTION_PAGES = {"docs/decisions": "docs/site/decisions"}
 PREFIX = "source"
 
 
-def begin(app: Sphinx, *_: object) -> None:
+def forget_links(app: Sphinx, *_: object) -> None:
     """Forget the links of an earlier build."""
     app.env.linked_sources = set()  # type: ignore[attr-defined]
 
@@ -39,7 +39,7 @@ def link(app: Sphinx, document: nodes.document) -> None:
 
 def target_of(app: Sphinx, path: str) -> str:
     """Return the page of a file or a folder; if there is none, the page with its source."""
-    page = INTRODUCED.get(path) or app.env.path2doc(path)
+    page = INTRODUCTION_PAGES.get(path) or app.env.path2doc(path)
     if page in app.env.found_docs:
         return page
     if path not in app.env.linked_sources:  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def names_in(app: Sphinx, path: str) -> list[str]:
     return sorted(name for name in names if not name.startswith((".", "_")))
 
 
-def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+def linked_source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the pages with the sources that other pages link."""
     for path in sorted(app.env.linked_sources):  # type: ignore[attr-defined]
         page = f"{PREFIX}/{path}"
@@ -81,8 +81,8 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect the functions of this file."""
-    app.connect("env-before-read-docs", begin)
+    app.connect("env-before-read-docs", forget_links)
     # Before Sphinx copies the linked files as downloads.
     app.connect("doctree-read", link, priority=400)
-    app.connect("html-collect-pages", pages)
+    app.connect("html-collect-pages", linked_source_pages)
     return {"parallel_read_safe": False}

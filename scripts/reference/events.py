@@ -122,7 +122,7 @@ def events() -> dict[str, LogEvent]:
     events_by_name: dict[str, LogEvent] = {}
     for path, tree in _modules():
         component = next(each for each in COMPONENTS if path.startswith(each.folders))
-        for call, fields in _reports(tree):
+        for call, fields in _report_calls(tree):
             name = _literal_text(call.args[0])
             event = events_by_name.setdefault(name, LogEvent(name, component))
             event.fields |= dict.fromkeys(filter(None, (component.field, *fields)))
@@ -138,7 +138,9 @@ def events() -> dict[str, LogEvent]:
 def invalid_event_calls() -> list[str]:
     """Return the log calls and reports that rule 1 does not allow."""
     lines = [(path, call, LINE) for path, tree in _modules() for call in _log_calls(tree)]
-    names = [(path, call, EVENT_NAME) for path, tree in _modules() for call, _ in _reports(tree)]
+    names = [
+        (path, call, EVENT_NAME) for path, tree in _modules() for call, _ in _report_calls(tree)
+    ]
     return [
         f"{path}:{call.lineno}: {ast.unparse(call.args[0])}"
         for path, call, pattern in (*lines, *names)
@@ -172,12 +174,12 @@ def _log_calls(tree: ast.Module) -> list[ast.Call]:
     ]
 
 
-def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
+def _report_calls(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
     """Yield each report with its fields (rules 1 and 2)."""
     reporters: dict[str, list[str]] = {"Report": []}
     inside: set[ast.AST] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and (report_name := _report_of_name(node)):
+        if isinstance(node, ast.FunctionDef) and (report_name := _report_call_in(node)):
             reporters[node.name] = _pair_names(node)
             inside.add(report_name)
     for node in ast.walk(tree):
@@ -186,7 +188,7 @@ def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
             yield node, reporters[_called_name(node)] + _pair_names(node) + keywords
 
 
-def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
+def _report_call_in(function: ast.FunctionDef) -> ast.Call | None:
     """Return the call `Report(name, ...)` of a reporter."""
     if "name" not in (arg.arg for arg in function.args.args):
         return None

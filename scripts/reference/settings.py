@@ -8,7 +8,7 @@ from scripts.reference.markdown import cell, code, table
 from waltz_core.config.declarations import CONFIG_TYPES_BY_KIND, TlsConfig, ZooKeeperConfig
 from waltz_core.config.settings import Config, toml_literal
 
-SHARED: dict[str, type[Config]] = {"zookeeper": ZooKeeperConfig, "tls": TlsConfig}
+SHARED_CONFIG_TYPES: dict[str, type[Config]] = {"zookeeper": ZooKeeperConfig, "tls": TlsConfig}
 # Part of a name -> unit; the first part that the name contains applies.
 UNITS = {
     "bytes_per_s": "bytes per second",
@@ -21,15 +21,17 @@ UNITS = {
 
 def tables() -> dict[str, str]:
     """Return the settings that several kinds share, then those of each kind alone."""
-    shared_names = {field.name for config_type in SHARED.values() for field in fields(config_type)}
+    shared_names = {
+        field.name for config_type in SHARED_CONFIG_TYPES.values() for field in fields(config_type)
+    }
     texts = {}
-    for name, config_type in SHARED.items():
+    for name, config_type in SHARED_CONFIG_TYPES.items():
         config_types = [
             each for each in CONFIG_TYPES_BY_KIND.values() if issubclass(each, config_type)
         ]
         texts[name] = _table(fields(config_type), config_types)
     for name, config_type in CONFIG_TYPES_BY_KIND.items():
-        if name not in SHARED:
+        if name not in SHARED_CONFIG_TYPES:
             own_settings = [
                 field for field in fields(config_type) if field.name not in shared_names
             ]

@@ -4,7 +4,7 @@ from scripts.reference.markdown import cell, code, table
 from waltz_spark.option_table import OPTIONS, Purpose
 
 # The kinds of reads that an option is for, as columns.
-READS = {
+READ_CELLS = {
     Purpose.READ: ("yes", "yes"),
     Purpose.BATCH: ("yes", "no"),
     Purpose.STREAM: ("no", "yes"),
@@ -14,9 +14,9 @@ READS = {
 def tables() -> dict[str, str]:
     """Return three tables of options: for reads and writes, only for reads, only for writes."""
     read_rows = [
-        (code(option.name), *READS[option.purpose], option.default, cell(option.description))
+        (code(option.name), *READ_CELLS[option.purpose], option.default, cell(option.description))
         for option in OPTIONS
-        if option.purpose in READS
+        if option.purpose in READ_CELLS
     ]
     return {
         "both": _table(Purpose.BOTH),

@@ -82,7 +82,7 @@ class Teller:
                     self._close_account(words[0], key)
                 else:
                     getattr(self._bank, kind)(*words, key=key)
-            except bank_desk.Refused as error:
+            except bank_desk.BankError as error:
                 self.write_line({"key": key, "outcome": REJECTED, "why": str(error)})
                 return
             except WaltzError:
@@ -97,7 +97,7 @@ class Teller:
     def _close_account(self, account: int, key: str) -> None:
         """Close an account to which transfers may be in flight."""
         if account <= ACCOUNT_COUNT // 2:
-            raise bank_desk.Refused("some stay open")
+            raise bank_desk.BankError("some stay open")
         cents = self._bank.balance(account)
         if cents:
             self._bank.withdraw(account, cents, key=f"{key}.all")

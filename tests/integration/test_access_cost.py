@@ -39,7 +39,7 @@ def test_limits_hold_for_greedy_tenants_of_each_kind(
     monkeypatch.setattr(flood, "ROUNDS", 1)
     monkeypatch.setattr(flood, "START_S", 0.1)
     # The appender's first batch uses the rate of many seconds, so the next batch is over the limit.
-    limits = dataclasses.replace(tenant_load.LIMITS, bytes_per_s=5_000)
+    limits = dataclasses.replace(tenant_load.GREEDY_LIMITS, bytes_per_s=5_000)
     monkeypatch.setattr(tenant_load, "LIMITS", limits)
     with tenant_load.limited_tenants(file) as (cluster, moderate, greedy):
         load = BenchLoad(

@@ -32,8 +32,8 @@ from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.local import LocalCluster
 
-_CLIENT: Final = "bench"
-_LATER_MS: Final = 365 * 86_400_000
+_PRINCIPAL: Final = "bench"
+_TOKEN_LIFETIME_MS: Final = 365 * 86_400_000
 _LIMITS: Final = PrincipalLimits(1 << 40, 1 << 40, 1_000, 1_000)
 _ROLES: Final = ("server", "storage", "client")
 
@@ -104,8 +104,8 @@ def compare(workload: Workload, load: BenchLoad, tls_file: Path, rounds: int) ->
 @contextmanager
 def _run_cluster(tls_file: Path, access: str) -> Iterator[_ComparedCluster]:
     """Run one of the two clusters; `access` is "off" or "on"."""
-    with cluster_with_permissions(tls_file, access, {_CLIENT: _LIMITS}) as (cluster, connects):
-        yield _ComparedCluster(cluster, connects[_CLIENT])
+    with cluster_with_permissions(tls_file, access, {_PRINCIPAL: _LIMITS}) as (cluster, connects):
+        yield _ComparedCluster(cluster, connects[_PRINCIPAL])
 
 
 @contextmanager
@@ -165,7 +165,7 @@ async def _store_permissions(
         ),
         limits=dict(limits),
         tokens={
-            hash_of(secret): StoredToken(f"t{number}", name, now_ms + _LATER_MS)
+            hash_of(secret): StoredToken(f"t{number}", name, now_ms + _TOKEN_LIFETIME_MS)
             for number, (name, secret) in enumerate(secrets_by_name.items(), 1)
         },
     )

@@ -60,18 +60,17 @@ from waltz_core.wire.messages import (
 
 CALM: Final = "calm"
 GREEDY: Final = "greedy"
-LIMITS: Final = PrincipalLimits(5_000_000, 1_000, 40, 40)
+GREEDY_LIMITS: Final = PrincipalLimits(5_000_000, 1_000, 40, 40)
 # A handshake costs CPU, and the server does not know the principal before it. So the handshakes of
 # each host are limited.
 HANDSHAKE_LIMITS: Final = {"handshake_burst_max": 100, "handshakes_per_s_max": 20}
 _CALM_LIMITS: Final = PrincipalLimits(1 << 40, 1 << 40, 1_000, 1_000)
 IN_FLIGHT: Final = 32
-# `_READERS` applies to each partition, `_PIPELINED` and `_KEPT` to each task, `_DIALERS` to the
-# whole tenant.
-_READERS: Final = 2
-_PIPELINED: Final = 8
-_DIALERS: Final = 8
-_KEPT: Final = 3
+# `_RANGES_IN_FLIGHT` and `_OPEN_CONNECTIONS` are limits per task, `_DIALER_COUNT` is per tenant.
+_READERS_PER_PARTITION: Final = 2
+_RANGES_IN_FLIGHT: Final = 8
+_DIALER_COUNT: Final = 8
+_OPEN_CONNECTIONS: Final = 3
 _RANGE_BYTES: Final = 4 << 20
 _RETRY_S: Final = 0.01
 
@@ -82,7 +81,7 @@ def limited_tenants(tls_file: Path) -> Iterator[tuple[LocalCluster, str, str]]:
 
     The first connect string is for the calm (measured) client, the second for greedy tenants.
     """
-    limits = {CALM: _CALM_LIMITS, GREEDY: LIMITS}
+    limits = {CALM: _CALM_LIMITS, GREEDY: GREEDY_LIMITS}
     with access_cost.cluster_with_permissions(tls_file, "on", limits, HANDSHAKE_LIMITS) as (
         cluster,
         connects,
@@ -181,7 +180,7 @@ async def _wait_for_mount(tenant: _TenantClient, link: net.Link) -> None:
 
 
 async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:
-    """Keep `_PIPELINED` range requests in flight at a server, even after rejections."""
+    """Keep `_RANGES_IN_FLIGHT` range requests in flight at a server, even after rejections."""
     mark = await tenant.client.high_water_mark(partition)
     link, random = await tenant.dial(partition), Random(partition)  # noqa: S311 - no secret
     numbers = count(1)
@@ -192,7 +191,7 @@ async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:
         link.send(RangeRequest(req_id, first, mark, _RANGE_BYTES, RangeForm.WHOLE, ()))
 
     try:
-        for _ in range(_PIPELINED):
+        for _ in range(_RANGES_IN_FLIGHT):
             request()
         while True:
             for message in await link.receive():
@@ -211,14 +210,14 @@ async def _read_storages(tenant: _TenantClient, partition: PartitionId) -> None:
 
 
 async def _connect(tenant: _TenantClient) -> None:
-    """Open connections in a loop, and keep the latest `_KEPT` of them open."""
+    """Open connections in a loop, and keep the latest `_OPEN_CONNECTIONS` of them open."""
     links: deque[net.Link] = deque()
     try:
         while True:
             partition = tenant.received.total % len(tenant.addresses)
             links.append(await tenant.dial(PartitionId(partition)))
             tenant.received.total += 1
-            if len(links) > _KEPT:
+            if len(links) > _OPEN_CONNECTIONS:
                 links.popleft().abort("another connection is open")
     finally:
         for link in links:
@@ -257,10 +256,10 @@ async def _run_tenant(
 def _tenant_calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awaitable[None]]]:
     """Yield the calls that a tenant repeats, all at the same time."""
     if kind == "connections":
-        for _ in range(_DIALERS):
+        for _ in range(_DIALER_COUNT):
             yield partial(_connect, tenant)
         return
-    reads = (_read_feed, _read_server, _read_storages) * _READERS
+    reads = (_read_feed, _read_server, _read_storages) * _READERS_PER_PARTITION
     for address in tenant.addresses:
         for call in (_append,) if kind == "appender" else reads:
             yield partial(call, tenant, address)

@@ -113,15 +113,17 @@ async def replace_storage(
 
 
 async def _replace_in_place(
-    run: ChangeRun, layout: StorageLayout, now: Placement, address: ReplicaId
+    run: ChangeRun, layout: StorageLayout, placement: Placement, address: ReplicaId
 ) -> ChangeResult:
     """Replace a lost storage by an empty one at the same address."""
     replicas_by_partition = {
-        partition_id: replicas for partition_id, replicas in now.items() if address in replicas
+        partition_id: replicas
+        for partition_id, replicas in placement.items()
+        if address in replicas
     }
     if not replicas_by_partition:
         return await _add_replacement(
-            run, placements.placement_with_missing_replicas(now, address), address
+            run, placements.placement_with_missing_replicas(placement, address), address
         )
     single_replica_partitions = [
         partition_id

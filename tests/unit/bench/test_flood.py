@@ -12,7 +12,7 @@ def test_the_ratio_is_the_median_of_the_rounds():
     found = _PhaseTimes(
         calm_s=[[0.001] * 100, [0.010] * 100, [0.002] * 100],
         flooded_s=[[0.001] * 99 + [0.003], [0.012] * 100, [0.002] * 99 + [0.009]],
-        got_per_s=[5.0, 7.0, 6.0],
+        received_per_s=[5.0, 7.0, 6.0],
     ).figures(2.0)
     assert found["p50_ratios"] == [1.0, 1.2, 1.0]
     assert found["p50_ratio"] == 1.0

@@ -14,7 +14,7 @@ async def append_counts(client, counts) -> dict[int, int]:
     """Append counts, each with the ID of the transaction from which it claims to be computed."""
     found = {}
     for value, writer in counts:
-        data = hot_lock._COUNT.pack(RUN_ID, value, writer) + b"padding"
+        data = hot_lock._COUNTER_LAYOUT.pack(RUN_ID, value, writer) + b"padding"
         found[await (await client.append(data, partition=0))] = value
     return found
 
