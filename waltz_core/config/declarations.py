@@ -848,7 +848,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     encryption_required: bool = setting(
         False,  # noqa: FBT003 - the name explains it
         "Whether the client rejects payloads that are not encrypted: it then returns None and a "
-        "reason instead of the payload. If false, it returns them.",
+        "reason instead of the payload. If false, it returns these payloads.",
     )
 
     def validate(self) -> None:

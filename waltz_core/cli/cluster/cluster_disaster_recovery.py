@@ -466,9 +466,9 @@ async def rebuild_metadata(command: ChangeCommand, **arguments: Any) -> ChangeRe
 
 
 rebuild_metadata.help_details = (
-    "The storages do not record whether the cluster had permissions. If it had, restore them "
-    "with --access-file. Otherwise the cluster has no permissions, and daemons with access "
-    "control reject all requests until `access import` has restored them."
+    "The storages do not record whether the cluster had permissions. If it had permissions, "
+    "restore them with --access-file. Without this option, the cluster has no permissions, and "
+    "daemons with access control reject all requests until `access import` has restored them."
 )
 
 
@@ -701,8 +701,8 @@ async def _await_storages(
         for link in links.values():
             link.close()
         command.report_wait(
-            f"an answer of {', '.join(failures)}. Hint: start that storage, or name it with "
-            "--missing if it is lost.",
+            f"an answer from {', '.join(failures)}. Hint: start these storages; name a storage "
+            "with --missing if it is lost.",
             len(links),
             len(storages),
         )
