@@ -97,7 +97,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
         for each in limits_s
     )
     waited = next(each for each in reported if member_address(cluster, "storage-1") in each)
-    assert "Hint: start that storage, or name it with --missing" in waited
+    assert "Hint: start these storages; name a storage with --missing" in waited
     command = start_command(cluster, *rebuild)
     for name in (*STORAGES, "server-1", "server-2"):
         cluster.start(name)
