@@ -102,8 +102,8 @@ _ROWS_BY_AREA: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _finding_row(
             "cluster-lost",
-            "ZooKeeper no longer has the cluster at {connect}. Its storages in "
-            "{directory} have the data from which the command rebuilds its znodes",
+            "ZooKeeper no longer has the cluster at {connect}. The cluster's storages in "
+            "{directory} have the data from which the command rebuilds the znodes",
             "{rebuild}",
         ),
     ),
