@@ -51,7 +51,7 @@ async def test_reports_are_passed_to_their_callback():
     assert (reports, done) == ([Report("x.y", (("n", 1),))], ["1"])
 
 
-def test_reports_are_logged_without_a_receiver(caplog):
+def test_reports_without_a_receiver_are_logged(caplog):
     async def program():
         Driver(Echo({"a": (Report("x.y", (("n", 1),)),)}), print, name="m").post("a")
 
@@ -108,7 +108,7 @@ async def test_a_wakeup_can_be_moved_earlier_and_later():
 
 
 @run_on_loop
-async def test_a_machine_that_raises_stops_and_its_owner_is_notified_once():
+async def test_an_exception_stops_the_machine_and_notifies_its_owner_once():
     failures, done = [], []
     error = ValueError("broken")
     machine = Echo({"bad": error, "good": ("1",)}, wake_at_ms=1 << 60)

@@ -235,7 +235,7 @@ def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
 
 
 @pytest.mark.parametrize("side", ["versions_accepted", "versions_offered"])
-def test_a_server_without_rejections_is_an_error_without_a_disconnect(monkeypatch, side):
+def test_recent_rejections_of_an_older_server_are_an_error_without_a_disconnect(monkeypatch, side):
     older = [each for each in getattr(WireProtocol.CLIENT, side) if each < RejectionsRequest.since]
     monkeypatch.setattr(WireProtocol.CLIENT, side, tuple(older))
     with MemoryWaltz() as waltz, waltz.client() as client:
@@ -333,7 +333,7 @@ def faulty_run(seed: int) -> tuple[int, list[bytes]]:
         return waltz.fault_count, [transaction.data for transaction in waltz.transactions(0)]
 
 
-def test_lost_appends_and_answers_are_retried_and_depend_on_the_seed():
+def test_lost_appends_and_answers_are_retried_and_the_seed_determines_them():
     one, same, other = faulty_run(1), faulty_run(1), faulty_run(2)
     assert one == same
     assert one[0] != other[0]

@@ -110,7 +110,7 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     assert disk.visible_content(INDEX) == good
 
 
-def test_impossible_entries_are_replaced_by_the_start_of_the_damage(disk):
+def test_index_entries_of_lost_records_are_set_to_the_start_of_the_damage(disk):
     good = disk.visible_content(INDEX)
     disk.overwrite(SEGMENT, 200, bytes(150))
     kept = repair_index(disk, SEGMENT, dry_run=True).kept_count

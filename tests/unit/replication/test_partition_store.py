@@ -202,7 +202,7 @@ def test_fewer_replicas_than_a_majority_open_no_session(count, quorum):
     assert world.store.readable_replicas == list(names[:quorum])
 
 
-def test_the_session_after_the_loss_of_a_replica_continues_without_it(world):
+def test_the_next_session_opens_soon_without_a_lost_replica(world):
     world.append()
     world.submit()
     world.deliver(A)

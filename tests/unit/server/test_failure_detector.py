@@ -201,7 +201,7 @@ async def test_a_dying_server_that_accepts_one_more_connection_is_removed():
 
 
 @run_on_loop
-async def test_dials_to_a_server_that_closes_each_connection_back_off():
+async def test_the_detector_backs_off_if_a_server_closes_each_connection():
     pauses: list[float] = []
 
     async def record_pause(_watch, seconds: float) -> None:

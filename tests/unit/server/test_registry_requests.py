@@ -46,7 +46,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("check_scenario", SERVED, ids=lambda scenario: scenario.__name__)
-def test_scenario(check_scenario):
+def test_each_write_registry_scenario_passes_with_requests_to_a_server(check_scenario):
     serving(lambda world: check_scenario(world, ROOT))
 
 

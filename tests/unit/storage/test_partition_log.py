@@ -680,7 +680,7 @@ def test_a_log_with_failed_slots_rejects_requests_until_reopened(world):
     assert world.log.prepare(3, NONCE).synced_max == 4
 
 
-def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
+def test_the_acked_marker_does_not_move_in_a_session_after_a_failed_index_sync(world):
     world.append([5])
     marker = world.log.slot.acked
     world.disk.failures[("sync", ".idx")] = DiskFailed

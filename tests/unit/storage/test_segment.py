@@ -208,7 +208,7 @@ def test_an_impossible_gap_of_ids_allocates_no_memory():
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_extra_bytes_are_truncated_only_after_a_complete_segment(is_damaged):
+def test_extra_bytes_are_truncated_only_if_no_record_of_the_segment_is_damaged(is_damaged):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.write_durably(SEG, disk.visible_content(SEG) + b"more")

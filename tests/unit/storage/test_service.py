@@ -779,7 +779,7 @@ def test_the_owner_is_notified_of_damage_found_by_any_read(world):
     assert [report["ids"] for report in reports(world, "storage.damage_found")] == ["3..3", "5..5"]
 
 
-def test_damage_without_an_owner_is_reported_with_the_next_session(world):
+def test_damage_found_without_an_owner_is_reported_to_the_next_owner(world):
     owner = world.owned(5)
     world.ask(1, owner.append(6))
     world.step(service.Disconnected(1))

@@ -60,7 +60,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     engine.close()
 
 
-def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
+def test_assigning_partitions_syncs_their_names_once_and_their_flags_once():
     disk = SimDisk()
     engine = open_engine(Path("/waltz"), disk=disk, partition_count=9)
     engine.assign(4)

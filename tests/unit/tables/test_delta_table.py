@@ -83,7 +83,9 @@ def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDel
     assert DeltaTable(path).version() == 2
 
 
-def test_the_marks_are_user_metadata_like_those_of_spark(path: Path, table: FollowedDeltaTable):
+def test_a_delta_commit_has_the_marks_as_user_metadata_like_a_commit_of_spark(
+    path: Path, table: FollowedDeltaTable
+):
     commits = sorted((path / "_delta_log").glob("*.json"))
     actions = [json.loads(line) for line in commits[0].read_text().splitlines()]
     info, transaction = (
@@ -171,7 +173,9 @@ def test_a_table_that_is_removed_is_an_error(
         table.marks(START)
 
 
-def test_an_overwrite_is_a_replacement(path: Path, table: FollowedDeltaTable):
+def test_an_overwrite_by_another_program_is_reported_as_a_replacement(
+    path: Path, table: FollowedDeltaTable
+):
     rows = DeltaTable(path).to_pyarrow_table()
     write_deltalake(path, rows, mode="append")
     write_deltalake(path, rows, mode="overwrite")
@@ -203,7 +207,7 @@ def test_changes_that_the_table_rejects_are_a_permanent_error(
 
 
 @pytest.mark.parametrize("is_restore", [True, False])
-def test_a_commit_between_the_newest_two_of_the_follower_is_found(
+def test_a_commit_between_the_two_newest_follower_commits_is_found(
     path: Path, table: FollowedDeltaTable, is_restore: bool
 ):
     """A `MERGE` of Spark may succeed after such a commit; then the driver may be killed."""
@@ -298,7 +302,7 @@ def test_marks_of_another_follower_are_ignored(path: Path, table: FollowedDeltaT
     assert (state.has_rows, state.rules) == (True, rules)
 
 
-def test_the_version_is_known_without_marks(path: Path, table: FollowedDeltaTable):
+def test_the_table_version_is_known_without_marks(path: Path, table: FollowedDeltaTable):
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     delta = DeltaTable(path)
     delta.alter.set_table_properties({"delta.appendOnly": "false"})
@@ -323,7 +327,7 @@ def test_a_key_in_two_partitions_fails_the_merge(
     assert DeltaTable(path).version() == 1
 
 
-def test_columns_may_be_added_and_not_removed(path: Path, table: FollowedDeltaTable):
+def test_columns_may_be_added_but_not_removed(path: Path, table: FollowedDeltaTable):
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     wide = pa.schema([*SCHEMA, ("more", pa.string())])
     wider = open_table(path, wide)
@@ -376,7 +380,7 @@ def test_a_type_that_delta_does_not_support_is_rejected(kind: pa.DataType):
         ),
     ],
 )
-def test_a_name_that_delta_lacks_is_rejected(names: list[str], message: str):
+def test_a_column_name_that_delta_does_not_permit_is_rejected(names: list[str], message: str):
     with pytest.raises(BadConfig, match=message):
         check_schema(pa.schema([(name, pa.int64()) for name in names]))
 
@@ -465,7 +469,7 @@ def test_all_types_of_columns_survive_a_commit(path: Path):
     assert rows(path) == [(*values, 0, 0)]
 
 
-def test_a_key_is_a_declared_column(path: Path):
+def test_a_key_must_be_a_declared_column(path: Path):
     with pytest.raises(BadConfig, match="expected columns of the table, found 'no'"):
         FollowedDeltaTable(str(path), SCHEMA, ["Id", "no"])
 

@@ -253,7 +253,7 @@ KEYS = st.tuples(st.sampled_from("ab"), st.none() | st.integers(0, 9))
     st.lists(st.none() | st.tuples(st.integers(1, 4), st.integers(0, 11)), max_size=6),
 )
 @example([("a", 1), ("a", 2), ("a", 3)], [(3, 2)])
-def test_concurrent_followers_produce_a_replay_of_the_log(partition, turns):
+def test_concurrent_followers_leave_the_same_rows_as_a_replay_of_the_log(partition, turns):
     """Before each commit of one follower, the other may run with any batch size up to any mark."""
     log, table = LogInMemory(partition), StoredVersions()
     order = iter(turns)
@@ -327,7 +327,7 @@ def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
     assert table[-1].operation == operation
 
 
-def test_a_table_is_finished_at_the_end_even_without_transactions():
+def test_a_run_over_an_empty_log_still_commits_the_table_marks():
     table = StoredVersions()
     follower(LogInMemory([]), table).run({0: -1})
     assert marks_of(table) == [{0: -1}]
@@ -445,7 +445,7 @@ def test_a_table_with_other_rules_is_not_continued():
         follower(log, OpenTable(second, create), name).run({0: 1})
 
 
-def test_a_follower_with_another_name_has_the_rules_of_the_table():
+def test_a_follower_with_another_name_must_use_the_rules_of_the_table():
     log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
     follower(log, table, NAME._replace(rules=StoredRules(("id",)))).run({0: 0})
     again = TableMarks("again", KEY, {0: 0}, StoredRules(("other",)))
@@ -479,7 +479,7 @@ def test_a_table_with_rows_of_another_program_needs_a_start():
     assert table[-1].rows == {"a": 1, "b": 2}
 
 
-def test_a_table_without_rows_of_another_follower_needs_a_start():
+def test_a_table_with_marks_of_another_follower_needs_a_start_even_without_rows():
     log, table = LogInMemory([("a", 1), ("a", None)]), StoredVersions()
     follower(log, table).run({0: 1})
     with pytest.raises(BadConfig, match="the table has rows, or marks of another follower"):

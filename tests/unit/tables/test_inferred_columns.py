@@ -94,7 +94,7 @@ def test_known_columns_are_kept_and_extended():
         (1, 2**63, "column 'v': expected int64, found 9223372036854775808"),
     ],
 )
-def test_another_type_is_an_error_that_names_the_transaction(
+def test_a_value_of_another_type_is_an_error_that_names_the_transaction(
     first: object, second: object, message: str
 ):
     with pytest.raises(BadFormat, match=f"partition 0, transaction 1, {message}"):
@@ -107,7 +107,7 @@ def test_a_reserved_name_of_the_log_or_the_table_is_an_error(name: str):
         columns_of({name: 1})
 
 
-def test_a_log_with_arbitrary_names_is_an_error():
+def test_a_log_with_too_many_different_column_names_is_an_error():
     half = {f"c{number}": 1 for number in range(COLUMNS_MAX // 2)}
     assert len(columns_of(half).schema.names) == COLUMNS_MAX // 2
     nested = {"map": {f"f{number}": 1 for number in range(COLUMNS_MAX // 2)}}
@@ -186,7 +186,7 @@ def test_the_table_does_not_depend_on_the_limits_of_batches(payloads: list[dict]
 
 
 @pytest.mark.parametrize("wrapped", [lambda value: value, lambda value: [value]])
-def test_new_fields_of_a_struct_keep_its_values_and_the_marks(
+def test_a_commit_that_adds_struct_fields_keeps_the_values_and_the_marks(
     wrapped: Callable[[object], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     payloads = [{**each, "c": wrapped(each["c"])} if "c" in each else each for each in STRUCT_GROWS]
@@ -205,7 +205,7 @@ def test_new_fields_of_a_struct_keep_its_values_and_the_marks(
     assert DeltaTable(path).version() == 3, "create, a batch, the fields, a batch"
 
 
-def test_a_batch_that_is_rejected_after_its_new_fields_leaves_the_rows_and_marks(tmp_path: Path):
+def test_a_batch_rejected_after_its_new_fields_were_added_changes_no_rows_or_marks(tmp_path: Path):
     path = tmp_path / "t"
     payloads = [{**row, "v": 0} for row in STRUCT_GROWS] + [{"id": 1, "v": -1}]
     rows = follow_in_batches(path, payloads, [1])
@@ -238,12 +238,12 @@ def test_a_transaction_without_a_key_is_an_error(tmp_path: Path):
         follow_in_batches(tmp_path / "t", [{"other": 1}], [0])
 
 
-def test_a_name_that_delta_lacks_is_an_error(tmp_path: Path):
+def test_a_column_name_that_delta_does_not_permit_is_an_error(tmp_path: Path):
     with pytest.raises(BadConfig, match="column 'a b': Delta does not permit this name"):
         follow_in_batches(tmp_path / "t", [{"id": 1, "a b": 1}], [0])
 
 
-def test_another_key_of_a_table_with_rows_is_an_error(tmp_path: Path):
+def test_a_new_key_for_a_table_with_rows_is_an_error(tmp_path: Path):
     follow_in_batches(tmp_path / "t", [{"id": 1, "other": 1}], [0])
     table = FollowedDeltaTable(str(tmp_path / "t"), None, ["new"])
     log = FoundLog([{"id": 1, "other": 1}, {"id": 1, "new": 2}], table)

@@ -293,7 +293,7 @@ def test_the_rename_of_a_directory_decides_between_two_followers(
     assert decode_marks(first.marks(START).metadata).marks == {0: 3}
 
 
-def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
+def test_a_second_follower_needs_a_start_and_is_reported_to_the_first(tmp_path: Path):
     uri = str(tmp_path)
     follow(uri, LOG[:3])
     other = START._replace(follower="g")
@@ -306,7 +306,7 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     assert {other_commit.follower for other_commit in state.other_commits} == {"g"}
 
 
-def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
+def test_another_follower_must_use_the_rules_of_the_table(tmp_path: Path):
     uri, other = str(tmp_path), START._replace(follower="g", marks={0: 2})
     follow(uri, LOG[:3], NEW._replace(rules=StoredRules(headers=(1,))))
     with pytest.raises(BadConfig, match=r"headers: expected 1, as in .* found 2"):

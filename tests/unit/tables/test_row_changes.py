@@ -150,7 +150,7 @@ def test_a_key_column_requires_a_type_with_equality(kind):
         check_rules(ChangeRules(["id", "c"]), schema)
 
 
-def test_rules_name_existing_columns():
+def test_rules_must_name_existing_columns():
     schema = log().schema
     for rules in (
         ChangeRules(["no"]),
@@ -168,7 +168,7 @@ def test_rules_name_existing_columns():
 
 
 @pytest.mark.parametrize("op", ["U", "D"])
-def test_a_null_in_a_key_names_its_transaction(op):
+def test_the_error_for_a_null_in_a_key_names_the_transaction(op):
     rows = log((0, 1, "U", 0.0), (0, None, op, 0.0), partition=3)
     rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
     with pytest.raises(BadFormat, match=r"partition 3, transaction 1: .* key column 'id'"):
@@ -196,7 +196,7 @@ def test_a_column_of_a_key_may_have_any_name():
     assert last["transaction_id"].to_pylist() == [1, 2]
 
 
-def test_a_key_in_two_partitions_names_both_transactions():
+def test_the_error_for_a_key_in_two_partitions_names_both_transactions():
     rows = pa.concat_tables(
         [log((0, 1, "", 0.0), (0, 7, "", 0.0)), log((0, 7, "", 0.0), partition=2)]
     )
@@ -216,7 +216,7 @@ def test_changes_without_an_effect_on_the_table_are_dropped():
     assert list(found) == [(0, 2), (2, 0), (2, 1), (2, 2)]
 
 
-def test_batches_are_reduced_in_parts_and_only_above_the_table_marks(monkeypatch):
+def test_reduce_batches_works_in_parts_and_skips_rows_up_to_the_table_marks(monkeypatch):
     rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
     rows = log(*((1, number % 5, "UUD"[number % 3], 0.5) for number in range(40)))
     whole = last_changes(compute_changes(rows, rules), ["id"])
@@ -245,7 +245,7 @@ def rules_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Function], ChangeRu
 NAME = f"{__name__}:changed"
 
 
-def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(rules_with):
+def test_several_changes_of_a_transaction_are_applied_in_the_order_of_the_function(rules_with):
     def function(rows: pa.Table) -> pa.Table:
         """Return a delete of the row and an insert, for each transaction."""
         duplicated = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
@@ -340,7 +340,7 @@ def test_an_error_of_a_changes_function_names_it_and_the_transactions(
         (lambda rows: _with(rows, "id", [0.5], pa.float64()), "key column 'id': .* found double"),
     ],
 )
-def test_a_changes_function_returns_the_key(rules_with, function, message):
+def test_a_changes_function_must_return_the_key(rules_with, function, message):
     with pytest.raises(BadConfig, match=message):
         rules_with(function)
 

@@ -105,7 +105,7 @@ def test_a_table_without_its_marks_does_not_start_from_the_beginning():
         marks_to_continue_from(None, 42, TableMarks("f", KEY, {}))
 
 
-def test_the_version_of_a_commit_of_spark_is_above_that_of_the_marks_before_it():
+def test_marks_are_accepted_with_an_equal_or_earlier_transaction_version():
     for version in (1, 41, 42):
         assert marks_to_continue_from(metadata(), version, TableMarks("f", KEY, {})).marks == {
             0: 41
@@ -113,7 +113,7 @@ def test_the_version_of_a_commit_of_spark_is_above_that_of_the_marks_before_it()
 
 
 @pytest.mark.parametrize("version", [None, 43])
-def test_marks_and_version_of_two_commits_are_an_error(version):
+def test_marks_with_a_missing_or_later_transaction_version_are_an_error(version):
     start = TableMarks("f", KEY, {})
     with pytest.raises(BadFormat, match=f"version {version} of the table has no .*, version 42"):
         marks_to_continue_from(metadata(), version, start)
@@ -181,7 +181,7 @@ def test_batches_cover_the_log_without_a_gap(marks, data, count_max):
 
 
 @given(MARKS, st.data(), st.integers(1, 10**9))
-def test_a_limit_is_fully_used_and_distributed_by_lag(starts, data, count_max):
+def test_a_batch_limit_is_fully_used_and_distributed_by_lag(starts, data, count_max):
     ends = {
         partition: mark + data.draw(st.integers(0, 10**6)) for partition, mark in starts.items()
     }

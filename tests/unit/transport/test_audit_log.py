@@ -183,7 +183,7 @@ async def test_denials_leave_room_in_the_file_for_administrative_requests(
 
 
 @run_on_loop
-async def test_the_addresses_of_a_network_are_one_host(tmp_path):
+async def test_the_addresses_of_a_network_count_as_one_host(tmp_path):
     async with open_log(tmp_path / "audit") as log:
         peers = [Peer(f"p{number}", f"2001:db8::{number:x}:5000") for number in range(80)]
         assert [deny(log, peer) for peer in peers] == [True] * 60 + [False] * 20
@@ -304,7 +304,9 @@ async def test_a_failed_reopening_keeps_the_current_file(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_enforced", [True, False])
 @run_on_loop
-async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_enforced):
+async def test_a_port_writes_denials_revisions_and_rejected_tokens_to_the_audit_log(
+    tmp_path, is_enforced
+):
     port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=lambda: NOW_MS)
     denied = []
     port.on_denied = lambda: denied.append(1)

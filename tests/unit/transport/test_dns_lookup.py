@@ -49,7 +49,7 @@ def test_a_numeric_address_is_not_looked_up(dns: Dns):
     assert dns.requested_hosts == []
 
 
-def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
+def test_callers_share_a_lookup_that_continues_if_some_callers_are_cancelled(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
             callers = [tasks.create_task(dns_lookup.addresses_of("slow-1")) for _ in range(20)]
@@ -66,7 +66,7 @@ def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
     asyncio.run(run())
 
 
-def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
+def test_slow_lookups_of_some_names_do_not_delay_lookups_of_others(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
             names = [f"slow-{number}" for number in range(40)]

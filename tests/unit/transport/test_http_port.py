@@ -86,7 +86,7 @@ def test_bad_requests_are_rejected_and_not_logged(caplog, request_bytes):
     assert [record for record in caplog.records if record.name != "asyncio"] == []
 
 
-def test_a_connection_has_one_request():
+def test_an_http_connection_serves_one_request():
     assert response_to(get("/") + get("/")) == (OK, b"ok")
 
 

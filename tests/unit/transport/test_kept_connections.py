@@ -85,7 +85,7 @@ async def answer(reader):
     return body
 
 
-def test_a_connection_has_any_number_of_requests():
+def test_a_connection_serves_any_number_of_requests():
     async def scenario(port, _app):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         found = []

@@ -62,7 +62,9 @@ class Dialer:
 
 @PROTOCOLS
 @run_on_loop
-async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, protocol, caplog):
+async def test_a_principal_over_its_connection_limit_gets_the_reason(
+    files, token_file, protocol, caplog
+):
     caplog.set_level(logging.WARNING)
     async with open_port(files, protocol, access="on") as port:
         port.apply(permissions_with_limits(connections=2))
@@ -92,7 +94,7 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
 
 
 @run_on_loop
-async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
+async def test_a_principal_without_a_limit_has_a_share_of_the_connections(
     files, token_file, monkeypatch, caplog
 ):
     caplog.set_level(logging.WARNING)
@@ -124,7 +126,7 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
 
 
 @run_on_loop
-async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files):
+async def test_an_anonymous_connection_over_the_limit_gets_the_reason(files):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
         port.apply(dataclasses.replace(permissions_with_limits(), limits=limits))

@@ -338,7 +338,7 @@ async def test_a_token_after_another_message_has_no_effect(files):
 
 
 @run_on_loop
-async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_file):
+async def test_no_token_is_accepted_before_the_permissions_have_been_read(files, token_file):
     connect = trusting_connect_string(files, f"&token_file={token_file}")
     async with open_port(files) as port:
         port.context.access.permissions = None
@@ -562,7 +562,7 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
 
 
 @run_on_loop
-async def test_the_rejections_of_a_partition_require_read_or_administer_there():
+async def test_a_request_for_recent_rejections_requires_read_or_administer_on_the_partition():
     for verb, is_permitted in ((READ, True), (ADMINISTER, True), (APPEND, False)):
         grants = (Grant("spark-etl", False, verb, ((3, 3),)),)
         access = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
@@ -650,7 +650,7 @@ async def test_a_mount_needs_the_proof_of_its_client_id():
 
 
 @run_on_loop
-async def test_zookeeper_issued_ids_need_no_proof_while_0_13_is_accepted():
+async def test_client_ids_issued_by_zookeeper_need_no_proof_while_0_13_is_accepted():
     accepting = dataclasses.replace(
         GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
     )

@@ -39,7 +39,7 @@ STATED_16_MIB = codec.FRAME_HEADER.pack(ord("S"), 4, 16 * 1024 * 1024 - 7)
 # handshakes
 
 
-def test_one_host_has_half_of_the_handshakes_in_progress():
+def test_one_host_may_have_at_most_half_of_the_handshakes_in_progress():
     limits = HandshakeLimits(count_max=10, burst=100, per_s=1, clock_s=lambda: 0.0)
     assert [limits.begin_handshake("10.0.0.1") for _ in range(5)] == [""] * 5
     assert (
@@ -133,7 +133,7 @@ async def test_a_handshake_waits_for_the_pause_after_the_previous_one():
 
 
 @run_on_loop
-async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
+async def test_a_host_that_dials_without_pause_is_disconnected_and_logged_once(
     files, caplog, monkeypatch
 ):
     tls._LAST_LOGGED.clear()
@@ -296,7 +296,7 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
 
 
 @run_on_loop
-async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
+async def test_a_silent_connection_counts_towards_the_limit_of_its_principal(files, monkeypatch):
     limited = dataclasses.replace(
         ONLY_READ,
         grants=(*ONLY_READ.grants, Grant("anonymous", False, READ, None)),

@@ -163,7 +163,7 @@ async def test_the_connections_of_a_principal_share_its_limit_evenly():
 
 
 @run_on_virtual_loop
-async def test_ranges_are_charged_when_sent_at_a_part_of_the_rate():
+async def test_ranges_are_limited_to_a_part_of_the_rate_and_charged_when_sent():
     connection = Connection(bytes_per_s=1_000_000)
     ranged = RangeRequest(ReqId(-1, 0, 3, -9), 0, 9, 4_000_000, 0, ())
     connection.throttle.receive([ranged])
@@ -310,7 +310,7 @@ def answer_with_error(connection, partition, sequence=-1):
 
 
 @run_on_virtual_loop
-async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
+async def test_a_feed_counts_towards_the_limit_until_it_or_its_connection_ends():
     connection = Connection(feeds=1)
     assert request_mount(connection, 1) is None
     answer_mount(connection, 1)

@@ -333,12 +333,12 @@ def test_the_error_names_each_missing_setting(settings, missing):
         tls.check_network(server(**NETWORK_ADDRESS, **settings))
 
 
-def test_open_znodes_of_permissions_are_logged(caplog):
+def test_unprotected_znodes_of_permissions_are_logged(caplog):
     tls.check_network(server(**PROTECTED))
     assert "access.znodes_unprotected" in caplog.text
 
 
-def test_transition_dial_connects_with_tls_and_accept_with_plain_tcp(files):
+def test_tls_transition_dial_uses_tls_and_tls_transition_accept_uses_plain_tcp(files):
     settings = files.settings
     for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
         config = server(**settings, tls_transition=transition)
@@ -390,7 +390,7 @@ def test_handshake_errors_are_described(reason, problem):
     assert tls.failure_text(failure(reason)).startswith(problem)
 
 
-def test_other_errors_than_tls_are_reported_unchanged():
+def test_errors_other_than_tls_errors_are_reported_unchanged():
     assert tls.failure_text(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
     assert tls.failure_text(ConnectionResetError()) == "ConnectionResetError"
     assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""

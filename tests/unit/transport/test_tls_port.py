@@ -94,7 +94,7 @@ async def send_and_return(files):
 
 
 @pytest.mark.parametrize("run", [net.run, asyncio.run], ids=["of a daemon", "of a notebook"])
-def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
+def test_frames_of_all_sizes_go_in_both_directions_on_each_kind_of_event_loop(files, run):
     arrived, back = run(asyncio.wait_for(send_and_return(files), TEST_TIMEOUT_S))
     assert arrived == SENT + SMALL
     assert back == SENT
@@ -320,7 +320,7 @@ async def test_tls_1_1_is_rejected(files, logged):
 
 
 @run_on_loop
-async def test_a_port_of_tls_1_1_is_rejected(files):
+async def test_a_port_that_offers_only_tls_1_1_is_rejected(files):
     with warnings.catch_warnings(action="ignore"):
         old = listen_context(files)
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -331,7 +331,7 @@ async def test_a_port_of_tls_1_1_is_rejected(files):
 
 
 @run_on_loop
-async def test_replaced_files_are_used_if_they_are_valid(tmp_path, logged):
+async def test_replaced_certificate_files_are_used_if_they_are_valid(tmp_path, logged):
     used, new = create_certificates(tmp_path), create_certificates(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
     ports, dials = tls.listen_context(config), tls.dial_context(config, "")
@@ -622,7 +622,7 @@ def hello_of_tls_1_3(groups):
     return struct.pack(">BHHBBH", 0x16, 0x0301, 4 + len(body), 1, 0, len(body)) + body
 
 
-def test_the_first_key_share_that_openssl_knows_decides():
+def test_a_client_hello_is_judged_by_its_first_key_share_that_openssl_knows():
     p_256, x25519, p_384, ffdhe8192, unknown = 0x17, 0x1D, 0x18, 0x0104, 0x0A0A
     accepted = [(x25519,), (p_256,), (unknown, x25519), (p_256, p_384), (x25519, ffdhe8192)]
     rejected = [(), (unknown,), (p_384, p_256), (unknown, ffdhe8192, x25519)]

@@ -66,7 +66,7 @@ def test_a_message_that_extends_another_declares_its_own_requirement():
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: each.__name__)
-def test_each_message_and_each_value_of_its_field_is_in_the_generated_page(message):
+def test_the_generated_page_lists_each_message_with_the_permissions_that_it_requires(message):
     page = PAGE.read_text(encoding="utf-8")
     if message.requires in (ANSWER, CREDENTIAL):
         assert f"`{message.__name__}` {message.code}" in page
