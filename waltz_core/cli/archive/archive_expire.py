@@ -89,8 +89,7 @@ async def expire(
         open_command_session(connect) as coordinator,
         AsyncWaltzClient.connect(connect) as client,
         time_limit(
-            timeout_s,
-            lambda: f"{waits_for}; if the expiry fails, the owner logs archive.expiry_failed",
+            timeout_s, lambda: f"{waits_for}; on failure, the owner logs archive.expiry_failed"
         ),
     ):
         partition_ids = None if partition is None else [partition]
@@ -126,8 +125,7 @@ async def expire(
     print_result(
         "done"
         if yes
-        else "nothing was changed. Hint: add --yes to expire these transactions; only whole "
-        "objects expire."
+        else "nothing was changed. Hint: add --yes to expire the transactions (only in whole objects)."
     )
     return 0
 
