@@ -21,6 +21,9 @@ from waltz_core.errors import BadConfig
 from waltz_core.records.record import PartitionId
 
 RETRY_INTERVAL_S: Final = 0.5
+_PREVIEW_RESULT: Final = (
+    "nothing was changed. Hint: add --yes to expire these transactions; only whole objects expire."
+)
 
 
 def parse_before(text: str, now_ms: int) -> tuple[int, int]:
@@ -89,7 +92,8 @@ async def expire(
         open_command_session(connect) as coordinator,
         AsyncWaltzClient.connect(connect) as client,
         time_limit(
-            timeout_s, lambda: f"{waits_for}; on failure, the owner logs archive.expiry_failed"
+            timeout_s,
+            lambda: f"{waits_for}; if the expiry fails, the owner logs archive.expiry_failed",
         ),
     ):
         partition_ids = None if partition is None else [partition]
@@ -122,11 +126,7 @@ async def expire(
         else:
             change = f"those committed before {before} would expire"
         print_error(f"partition {number}: {available}; {change}")
-    print_result(
-        "done"
-        if yes
-        else "nothing was changed. Hint: add --yes to expire the transactions (only in whole objects)."
-    )
+    print_result("done" if yes else _PREVIEW_RESULT)
     return 0
 
 
