@@ -194,7 +194,7 @@ def test_a_plain_spark_session_reports_the_same_error(spark: SparkSession, conne
     assert "did you mean 'partitions'?" in str(error)
 
 
-def test_a_named_write_is_written_once(
+def test_a_write_with_a_write_id_is_written_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
     table = spark.range(0, 400, numPartitions=4).selectExpr(
@@ -243,7 +243,7 @@ def await_query(query: StreamingQuery) -> StreamingQuery:
     return query
 
 
-def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
+def test_a_stream_reads_the_log_and_another_stream_writes_each_row_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
     """A stream copies the log to files, also after a restart; another copies files to the log."""
@@ -293,7 +293,7 @@ def start_with_function(writer: DataStreamWriter) -> StreamingQuery:
     return writer.start()
 
 
-def test_foreach_batch_is_written_once(
+def test_foreach_batch_writes_each_batch_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
     """The function runs on the server's machine; its first run fails after its write."""
@@ -339,7 +339,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
     assert "input has no column 'data'" in first_shown_text(output)
 
 
-def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
+def test_a_deleted_table_session_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
     """Before PySpark 4.2, all clients share threads, and a deleted session closes its client."""
     if hasattr(spark.client, "_release_futures"):
         pytest.skip("each client of this PySpark waits for its own tasks")

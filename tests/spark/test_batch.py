@@ -194,7 +194,7 @@ def count_up(spark: SparkSession, connect: str, key: int) -> None:
         assert rejected.retry_high_water_mark >= rejected.lock_failure_transaction_id
 
 
-def test_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
+def test_concurrent_jobs_increment_one_counter(spark: SparkSession, connect: str) -> None:
     key, jobs = 4711, 4
     with ThreadPoolExecutor(jobs) as pool:
         for job in [pool.submit(count_up, spark, connect, key) for _ in range(jobs)]:
@@ -204,7 +204,7 @@ def test_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
     assert sorted(row.value for row in rows) == list(range(1, jobs + 1))
 
 
-def test_rows_of_one_job_conflict_like_those_of_two(spark: SparkSession, connect: str) -> None:
+def test_rows_of_one_job_conflict_like_rows_of_two_jobs(spark: SparkSession, connect: str) -> None:
     table = spark.range(20).select(F.col("id"), F.array(lock("hot", F.lit(1))).alias("write_locks"))
     result = waltz_spark.append(table.coalesce(1), connect, dataFormat="msgpack")
     assert result.counts["committed"] == 1
@@ -263,7 +263,7 @@ def corrupt_log(spark: SparkSession, connect: str):
     return since(spark, connect, before).option("dataFormat", "json")
 
 
-def test_mode_sets_whether_unpackable_payloads_fail_are_null_or_are_dropped(
+def test_option_mode_determines_the_handling_of_unpackable_payloads(
     spark: SparkSession, connect: str
 ) -> None:
     reader = corrupt_log(spark, connect)
@@ -294,7 +294,7 @@ def test_mode_sets_whether_unpackable_payloads_fail_are_null_or_are_dropped(
         reader.option("requiredColumns", "n,m").schema("n long").load(connect).collect()
 
 
-def test_the_schema_of_a_frame_without_nulls_reads_what_was_written_from_it(
+def test_rows_are_read_back_with_the_not_null_schema_of_their_frame(
     spark: SparkSession, connect: str
 ) -> None:
     before = marks_of(spark, connect)
@@ -326,7 +326,9 @@ def test_a_not_null_column_never_contains_null(spark: SparkSession, connect: str
         reader.option("mode", "PERMISSIVE").load(connect).collect()
 
 
-def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect: str) -> None:
+def test_payload_keys_match_columns_by_the_case_rules_of_spark(
+    spark: SparkSession, connect: str
+) -> None:
     reader = corrupt_log(spark, connect).option("mode", "DROPMALFORMED").schema("N long")
     assert [row.N for row in reader.load(connect).collect()] == [1, 4, 7, None]
     spark.conf.set("spark.sql.caseSensitive", "true")

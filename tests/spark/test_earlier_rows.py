@@ -226,7 +226,7 @@ def test_a_second_run_of_a_job_continues_the_first(write: Write) -> None:
     assert write.in_log() == counted_once([row for each in rows.values() for row in each])
 
 
-def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
+def test_a_run_that_splits_the_rows_into_other_tasks_writes_no_row_twice(write: Write) -> None:
     first, rows = write.job(), rows_of(0, 120)
     first.write_task(batches_of(rows[:60]), 0, 0)
     run_until_killed(write, first, rows[60:], 40, task=1)
@@ -247,7 +247,7 @@ def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
     assert write.in_log() == counted_once(rows)
 
 
-def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
+def test_a_run_with_fewer_tasks_fails_if_a_missing_task_has_appended_rows(write: Write) -> None:
     """The log has rows of a task that only the earlier run had. This run has none of these rows."""
     rows, first = rows_of(0, 80), write.job()
     first.write_task(batches_of(rows[:60]), 0, 0)
@@ -388,7 +388,7 @@ def test_round_robin_rows_are_found_in_any_partition(write: Write) -> None:
     assert write.in_log() == Counter(rows)
 
 
-def test_results_can_be_without_columns_of_the_input(connect: str, tmp_path: Path) -> None:
+def test_results_can_omit_the_columns_of_the_input(connect: str, tmp_path: Path) -> None:
     write = Write(connect, "t-results", resultsPath=str(tmp_path), batchSize="1")
     schema = StructType([StructField("data", BinaryType())])
     job = write.job_of(schema)

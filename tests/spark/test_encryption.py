@@ -102,7 +102,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
 
 @pytest.mark.core
 @pytest.mark.slow
-def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
+def test_a_follower_fails_on_a_payload_that_it_cannot_decrypt(
     spark: SparkSession, connect: str, directory: Path, tmp_path: Path
 ) -> None:
     """The test uses declared columns, a changes function, and several tables."""
@@ -183,7 +183,7 @@ def test_the_snippet_of_the_page_works(spark: SparkSession, connect: str, direct
     ]
 
 
-def test_a_stream_decrypts(
+def test_a_stream_decrypts_payloads_and_encrypts_its_output(
     spark: SparkSession, connect: str, directory: Path, tmp_path: Path
 ) -> None:
     before = marks_of(spark, connect)
@@ -234,7 +234,7 @@ def decrypted_in_log(write: Write, directory: Path) -> Counter[bytes]:
     return Counter(payloads(write.connect, marks, encryption_keys=str(directory)))
 
 
-def test_an_attempt_finds_the_encrypted_rows_of_the_previous_one(
+def test_an_attempt_finds_the_encrypted_rows_of_the_previous_attempt(
     write: Write, directory: Path
 ) -> None:
     rows, job = rows_of(0, 200), write.job()
@@ -251,7 +251,7 @@ def test_an_attempt_finds_the_encrypted_rows_of_the_previous_one(
     assert decrypted_in_log(write, directory) == counted_once(rows)
 
 
-def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
+def test_a_run_with_another_key_continues_and_a_run_without_the_old_key_fails(
     connect: str, write: Write, directory: Path
 ) -> None:
     rows, job = rows_of(0, 60), write.job()
@@ -274,7 +274,7 @@ def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
     assert decrypted_in_log(write, directory) == counted_once(rows)
 
 
-def test_rejected_rows_are_recomputed_from_decrypted_ones(
+def test_rejected_rows_are_recomputed_from_decrypted_rows(
     spark: SparkSession, connect: str, directory: Path
 ) -> None:
     spark.addArtifact(str(FUNCTIONS), pyfile=True)

@@ -168,7 +168,9 @@ def test_a_results_path_that_cannot_be_used_is_reported(
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadConfig)
 
 
-def test_other_modes_are_rejected_before_anything_runs(spark: SparkSession, connect: str) -> None:
+def test_save_modes_error_and_overwrite_are_rejected_before_anything_runs(
+    spark: SparkSession, connect: str
+) -> None:
     for mode, sentence in (
         ("error", 'Please use either the "Append"'),
         ("overwrite", "mode 'overwrite' is not supported"),

@@ -39,13 +39,13 @@ def test_a_null_key_has_no_lock(spark: SparkSession) -> None:
     assert table.select(lock("account", "key")).collect()[0][0] is None
 
 
-def test_another_type_of_key_is_rejected(spark: SparkSession) -> None:
+def test_a_lock_key_that_is_no_integer_or_string_is_rejected(spark: SparkSession) -> None:
     table = spark.sql("SELECT DATE'2013-01-01' AS key")
     with pytest.raises(Exception, match="key of a lock must be an integer or a string, not date"):
         table.select(lock("account", "key")).collect()
 
 
-def test_the_partition_of_a_hash_is_that_of_the_client(spark: SparkSession) -> None:
+def test_the_partition_of_a_hash_is_the_same_as_in_the_client(spark: SparkSession) -> None:
     hashes = [0, 1, -1, 2**31 - 1, -(2**31), *[client_lock("k", n) for n in range(50)]]
     table = spark.createDataFrame([(h,) for h in hashes], "h int")
     counts = (1, 3, 4, 1000)

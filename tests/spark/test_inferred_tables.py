@@ -87,7 +87,7 @@ def test_spark_infers_the_same_columns_as_the_core_for_all_batch_limits(
     )
 
 
-def test_a_table_without_columns_is_continued(
+def test_followers_continue_a_table_that_was_created_without_columns(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     """Neither follower had a transaction when it created the table."""

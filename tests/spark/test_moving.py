@@ -294,7 +294,7 @@ def read_bytes(log: LocalCluster, name: str) -> float:
 READ_BYTES = "waltz_storage_read_bytes_total"
 
 
-def test_a_batch_reads_from_its_own_group_and_from_others_if_the_group_is_down(
+def test_a_batch_read_uses_its_own_group_and_other_groups_if_its_group_is_down(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
     names = ["storage-1", "storage-2", "storage-3"]

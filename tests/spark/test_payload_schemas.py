@@ -77,7 +77,7 @@ def test_a_table_follows_payloads_in_avro(
     assert spark.read.parquet(log).count() == 20
 
 
-def test_a_stream_reads_what_a_client_has_written_and_writes_it_again(
+def test_a_stream_copies_the_rows_of_a_client_under_another_subject(
     spark: SparkSession,
     connect: str,
     registry: InProcessRegistry,

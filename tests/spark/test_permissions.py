@@ -107,7 +107,7 @@ def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenan
         waltz_spark.append(rows, tenant)
 
 
-def test_a_row_whose_lock_belongs_to_another_partition_must_name_one(
+def test_a_row_whose_lock_selects_another_partition_must_name_a_permitted_partition(
     spark: SparkSession, tenant: str
 ) -> None:
     key = next(n for n in range(100) if partition_of(lock("account", n), 4) == 2)
@@ -120,7 +120,9 @@ def test_a_row_whose_lock_belongs_to_another_partition_must_name_one(
     assert named.counts["committed"] == 1
 
 
-def test_a_client_of_some_partitions_needs_no_other_permissions(tenant: str) -> None:
+def test_a_client_that_is_opened_for_some_partitions_needs_no_other_permissions(
+    tenant: str,
+) -> None:
     with WaltzClient(tenant, partitions=[1, 3]) as client:
         ids = [client.append(b"in turn") for _ in range(4)]
         assert all(future.result() >= 0 for future in ids)

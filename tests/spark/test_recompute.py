@@ -274,7 +274,7 @@ def batch_of(key: int, rows: list[int]) -> pa.RecordBatch:
     )
 
 
-def test_rows_computed_again_are_found_again(
+def test_a_repeated_attempt_finds_recomputed_rows_by_their_identity(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
     """A repeated attempt finds the rows by their identity, even if they were recomputed."""
@@ -286,7 +286,7 @@ def test_rows_computed_again_are_found_again(
     assert values_of(9101) == [(1, value) for value in range(1, 6)]
 
 
-def test_without_identity_columns_no_row_is_written_twice_either(
+def test_without_identity_columns_a_repeated_attempt_fails_and_duplicates_no_row(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
     job = job_of(connect, "again-2")

@@ -141,7 +141,7 @@ def test_a_billion_transactions_are_planned_with_one_request(
     assert all(len(task.layout.owners) == 1 for task in tasks)
 
 
-def test_spark_plans_a_billion_and_reads_what_was_requested(
+def test_spark_plans_a_billion_transactions_and_reads_only_the_requested_rows(
     spark: SparkSession, billion_cluster: LocalCluster
 ) -> None:
     whole = spark.read.format("waltz").load(billion_cluster.connect)
@@ -160,7 +160,9 @@ def test_spark_plans_a_billion_and_reads_what_was_requested(
     assert bytes(rows[0].data) == DATA
 
 
-def test_a_forged_log_continues(billion_cluster: LocalCluster) -> None:
+def test_appends_continue_after_a_forged_log_of_a_billion_transactions(
+    billion_cluster: LocalCluster,
+) -> None:
     with WaltzClient(billion_cluster.connect) as client:
         assert (
             client.append(b"and one more", partition=3).result(TEST_TIMEOUT_S)
@@ -226,7 +228,7 @@ def write(table: DataFrame, connect: str, **options: object) -> None:
     table.write.format("waltz").mode("append").options(**options).save(connect)
 
 
-def test_connections_are_few_for_each_worker(
+def test_each_worker_has_few_connections(
     spark: SparkSession, ordinary_cluster: LocalCluster
 ) -> None:
     write(rows(spark, 4000, 256, tasks=4), ordinary_cluster.connect)

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.versions
 @with_delta
-def test_a_changes_function_in_both_followers_and_in_upsert(
+def test_both_followers_and_upsert_apply_a_changes_function(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))
@@ -76,7 +76,7 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
 
 @with_delta
 @pytest.mark.slow
-def test_several_tables_are_read_once_and_continue_after_an_end_between_their_commits(
+def test_tables_are_read_once_and_continue_after_an_interrupt_between_their_commits(
     spark: SparkSession, written: WrittenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))

@@ -115,7 +115,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(
         assert 0 < connection_count < 2 * len(connections) * len(programs.ports(kind))
 
 
-def test_executors_that_reach_servers_only_read_and_write(
+def test_executors_that_can_reach_only_the_servers_read_and_write(
     programs: WaltzAndSpark, tmp_path: Path
 ) -> None:
     """A firewall blocks ZooKeeper and the storages for the executors, but not for the driver."""

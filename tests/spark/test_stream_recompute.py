@@ -144,7 +144,7 @@ def plan_past_the_end(checkpoint: Path) -> None:
         crc.unlink()
 
 
-def test_a_micro_batch_planned_from_another_log_fails(
+def test_a_micro_batch_planned_past_the_end_of_the_log_is_data_loss(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     rows = append(cluster.connect, "here", 10)

@@ -515,14 +515,16 @@ def test_a_key_in_two_partitions_fails(iceberg_session: SparkSession) -> None:
 
 @pytest.mark.skipif(bool(table_libraries.ICEBERG.jars()), reason="the library is installed")
 @pytest.mark.core
-def test_a_spark_without_iceberg_is_a_clear_error(spark: SparkSession, written: WrittenLog) -> None:
+def test_spark_without_iceberg_raises_an_error_with_a_hint(
+    spark: SparkSession, written: WrittenLog
+) -> None:
     problem = r"no library of Iceberg that works with it \(.*\)\. Hint: there are libraries"
     with pytest.raises(BadConfig, match=problem):
         follow_table(spark, written.connect, "lake.shop.accounts", format="iceberg")
 
 
 @pytest.mark.core
-def test_a_format_that_does_not_fit_is_an_error(
+def test_a_format_that_does_not_match_the_arguments_is_an_error(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     for table, table_format, message in (
@@ -575,7 +577,7 @@ def add(spark: SparkSession, written: WrittenLog, table: Path, **more: object) -
 
 
 @pytest.mark.core
-def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
+def test_parquet_files_contain_each_row_once_and_both_followers_continue_the_table(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
@@ -600,7 +602,7 @@ def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
 
 
 @pytest.mark.core
-def test_a_lost_executor_is_a_temporary_error_of_parquet_files(
+def test_a_lost_executor_is_a_temporary_error_for_parquet_tables(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     target = SparkParquetTable(str(tmp_path / "table"), ID, ChangeRules(()))

@@ -63,7 +63,7 @@ def upsert(df: DataFrame, connect: str, table: str, key: str = "id") -> dict[int
 
 
 @pytest.mark.skipif(bool(table_libraries.DELTA.jars()), reason="the library is installed")
-def test_a_spark_without_delta_is_a_clear_error(
+def test_spark_without_delta_raises_an_error_with_a_hint(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     with pytest.raises(BadConfig, match=r"no library of Delta that works with it .*\. Hint: Delta"):
@@ -348,7 +348,7 @@ def test_column_types_equal_those_of_the_follower_without_spark(
 
 
 @with_delta
-def test_columns_may_be_declared_later_and_others_are_errors(
+def test_columns_may_be_added_later_but_not_omitted_or_changed(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = str(tmp_path / "table")

@@ -9,7 +9,7 @@ from waltz_core.config import render_toml
 from waltz_core.local import running_cluster
 
 
-def test_the_connect_string_takes_spark_through_tls(spark: SparkSession, tmp_path: Path):
+def test_the_connect_string_makes_spark_use_tls(spark: SparkSession, tmp_path: Path):
     certificates = create_certificates(tmp_path)
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))

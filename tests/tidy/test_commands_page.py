@@ -73,7 +73,7 @@ def test_every_command_of_a_page_exists():
         ("disc verify x", "no group 'disc'"),
     ],
 )
-def test_errors_in_the_page_would_be_found(text, fault):
+def test_errors_in_the_commands_of_a_page_are_detected(text, fault):
     assert faults(text) == [fault]
     assert commands_in(f"say `{text}`, or\n$ waltz-core {text}  # so")[0].split() == text.split()
 
@@ -81,7 +81,7 @@ def test_errors_in_the_page_would_be_found(text, fault):
 @pytest.mark.parametrize(
     "text", [example for group in COMMAND_GROUPS.values() for example in group.examples]
 )
-def test_every_example_in_a_help_can_be_given(text, monkeypatch):
+def test_every_example_of_a_help_page_is_a_valid_command(text, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert parse_command(shlex.split(text))
 

@@ -26,6 +26,6 @@ def our_names() -> set[str]:
     return {name for cell in cells for name in NAME.findall(cell)}
 
 
-def test_every_option_is_compared_with_kafkas_and_no_other_is_named():
+def test_the_kafka_page_names_every_spark_option_and_no_unknown_option():
     options = {option.name for option in OPTIONS}
     assert options <= our_names() <= options | NOT_OPTIONS

@@ -71,7 +71,7 @@ def test_hadolint_accepts_the_dockerfile() -> None:
     run("hadolint", DOCKER_FOLDER / "Dockerfile")
 
 
-def test_the_compose_file_has_the_schema() -> None:
+def test_the_compose_file_matches_the_compose_schema() -> None:
     run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 

@@ -67,7 +67,7 @@ def unit_lines(unit: Path, name: str) -> list[str]:
 # --- Versions
 
 
-def test_versions_are_that_of_the_project() -> None:
+def test_the_chart_images_and_manifests_have_the_version_of_the_project() -> None:
     (chart,) = yaml_documents(CHART_FOLDER / "Chart.yaml")
     assert chart["appVersion"] == __version__
     # Helm requires semantic versions.
@@ -94,7 +94,7 @@ def test_folders_are_small() -> None:
         assert 0 < len(list(folder.iterdir())) <= FILES_MAX
 
 
-def test_headers_name_the_parts_that_no_test_runs() -> None:
+def test_file_headers_name_the_parts_that_no_test_runs() -> None:
     headers = [
         DOCKER_FOLDER / "Dockerfile",
         DOCKER_FOLDER / "compose.yaml",
@@ -173,7 +173,7 @@ def test_daemons_of_the_compose_file_have_valid_settings() -> None:
         assert parse_command(daemon.command)
 
 
-def test_the_compose_file_creates_the_cluster_of_its_storages() -> None:
+def test_the_compose_file_creates_a_cluster_with_all_its_storages() -> None:
     services = compose_services()
     options = parse_command(services["create"]["command"])
     storages = [
@@ -270,7 +270,7 @@ def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) 
         check_network(replace(pod.config, connect=connect))
 
 
-def test_the_job_creates_the_cluster_of_the_storages(pods: list[PackagedDaemon]) -> None:
+def test_the_job_creates_a_cluster_with_all_storages(pods: list[PackagedDaemon]) -> None:
     (job,) = manifests_of_kind("Job").values()
     (container,) = pod_specification(job)["containers"]
     options = parse_command(container["args"])
@@ -282,7 +282,7 @@ def test_the_job_creates_the_cluster_of_the_storages(pods: list[PackagedDaemon])
     assert options["connect"] == connect
 
 
-def test_ports_and_probes_of_the_manifests() -> None:
+def test_manifests_have_the_ports_and_probes_of_the_daemons() -> None:
     for name, workload in replicated_workloads().items():
         (container,) = pod_specification(workload)["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -306,7 +306,7 @@ def selects(service: dict[str, dict[str, object]], found: dict[str, object]) -> 
     return service["spec"]["selector"] == found["spec"]["selector"]["matchLabels"]
 
 
-def test_members_are_found_before_they_are_ready() -> None:
+def test_services_publish_the_addresses_of_members_that_are_not_ready() -> None:
     for name in manifests_of_kind("StatefulSet"):
         service = manifests_of_kind("Service")[name]
         assert service["spec"]["clusterIP"] == "None"
@@ -327,7 +327,7 @@ def test_each_kind_of_daemon_has_a_disruption_budget() -> None:
         assert budgets[name]["spec"]["maxUnavailable"] == 1
 
 
-def test_values_name_settings() -> None:
+def test_chart_values_contain_only_existing_settings() -> None:
     (values,) = yaml_documents(CHART_FOLDER / "values.yaml")
     names = {kind: {*CONFIG_TYPES_BY_KIND[kind].__dataclass_fields__} for kind in DAEMONS}
     assert set(values["settings"]) <= names["server"] & names["storage"]

@@ -34,7 +34,7 @@ DEFAULTS = {
 }
 
 
-def test_the_formula_has_the_sizes_of_the_files() -> None:
+def test_the_formula_of_the_page_uses_the_sizes_in_the_code() -> None:
     per_transaction = RECORD_OVERHEAD_BYTES + OFFSET_BYTES
     assert f"payload + {per_transaction} + {LINEAGE_ENTRY_BYTES} / batch" in PAGE
     assert f"{2 * FILE_BYTES_MAX // MIB} MiB x (replicas on the storage)" in PAGE
@@ -59,7 +59,7 @@ def test_the_example_uses_the_defaults(name: str) -> None:
     assert found == {DEFAULTS[name]}
 
 
-def test_only_settings_with_a_default_here_are_named() -> None:
+def test_the_page_names_only_settings_whose_defaults_are_checked() -> None:
     names = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", PAGE)) & {
         field.name
         for kind in (CONFIG_TYPES_BY_KIND["server"], CONFIG_TYPES_BY_KIND["storage"])

@@ -414,7 +414,7 @@ def test_functions_are_at_most_60_lines_long():
     fail_if_any(long, f"over {FUNCTION_LINES_MAX} lines")
 
 
-def test_pure_functions_take_no_bare_minus_one_for_an_id():
+def test_the_code_uses_named_constants_instead_of_a_bare_minus_one_as_an_id():
     """`BEFORE_FIRST` and `NO_SESSION` have names."""
     bare = [
         f"{s.path}:{node.lineno}"

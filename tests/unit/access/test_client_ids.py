@@ -33,6 +33,6 @@ def test_a_proof_is_valid_for_one_key_one_id_and_one_principal():
     assert not is_valid_proof(b"", KEY, 7, "spark-etl")
 
 
-def test_the_text_of_an_identity_has_no_proof():
+def test_the_text_of_a_client_identity_does_not_show_its_proof():
     identity = ClientIdentity(7, proof_of(KEY, 7, "spark-etl"))
     assert repr(identity) == str(identity) == "ClientIdentity(7)"

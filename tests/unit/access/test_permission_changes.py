@@ -63,7 +63,7 @@ def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
     assert changes.granted_partitions(permissions, "bob", APPEND, COUNT) == set(range(COUNT))
 
 
-def test_a_revocation_leaves_the_other_partitions():
+def test_a_revocation_for_some_partitions_keeps_the_grants_for_the_others():
     every = changes.grant(EMPTY, GRANTEE_ANN, [READ, APPEND], None)
     some = revoke(every, GRANTEE_ANN, [READ], ((2, 3), (9, 9)))
     assert some.grants[0].partitions == ((0, 1), (4, 8))
@@ -114,7 +114,7 @@ def test_a_principal_is_checked_before_it_is_encoded(name):
             change()
 
 
-def test_anonymous_may_have_grants_and_no_token():
+def test_principal_anonymous_may_have_grants_but_no_token():
     changed = changes.grant(EMPTY, Grantee("anonymous", is_group=False), [READ], None)
     assert changes.granted_partitions(changed, "anonymous", READ, 1) == {0}
     with pytest.raises(BadConfig, match="not reserved, found 'anonymous'"):
@@ -129,7 +129,7 @@ def test_unknown_verbs_are_rejected(text):
         changes.parse_verbs(text)
 
 
-def test_verbs_are_parsed_in_order_and_once():
+def test_parsed_verbs_are_in_order_and_without_duplicates():
     assert changes.parse_verbs("append, read,append") == (APPEND, READ)
 
 

@@ -107,7 +107,7 @@ def test_without_a_certificate_there_is_no_principal(nothing):
 
 
 @pytest.mark.parametrize("pattern", ["CN=.+", "CN=(", "(?P<>x)"])
-def test_a_pattern_without_a_group_or_that_is_invalid_is_an_error(pattern):
+def test_a_pattern_that_is_invalid_or_has_no_group_is_an_error(pattern):
     with pytest.raises(
         BadConfig, match=r"principal_pattern: expected a regular expression .*, found '"
     ):

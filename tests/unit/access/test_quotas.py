@@ -60,7 +60,7 @@ def test_after_the_burst_of_a_second_requests_wait_for_their_turn():
     assert begin(quota, START_NS + 1_100 * MS) == 0
 
 
-def test_the_time_that_a_request_has_waited_counts():
+def test_the_time_that_a_request_has_waited_counts_towards_its_maximum_wait():
     quota = quota_of(appends_per_s=1)
     for _ in range(2):
         begin(quota, START_NS)
@@ -88,7 +88,7 @@ def test_the_retry_pause_fits_into_an_int32():
     assert 0 < error.retry_after_ms < 1 << 31
 
 
-def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
+def test_a_request_is_charged_at_least_512_bytes_and_a_range_when_it_is_sent():
     quota = quota_of(bytes_per_s=512)
     assert [begin(quota, START_NS) for _ in range(2)] == [0, 0]
     assert begin(quota, START_NS) == SECOND_NS
@@ -239,7 +239,7 @@ def test_a_revision_moves_a_principal_to_its_new_label():
 # ---- client IDs
 
 
-def test_a_principal_over_its_client_ids_does_not_affect_others():
+def test_a_principal_over_its_client_id_limit_does_not_affect_other_principals():
     limit = IssuedIdLimit()
     for _ in range(IDS_PER_BURST):
         limit.take("etl", START_NS)

@@ -27,7 +27,7 @@ def test_a_token_is_64_hexadecimal_digits_with_an_optional_line_end():
         "\uff43" + TOKEN_TEXT[1:],
     ],
 )
-def test_a_truncated_or_changed_token_is_an_error_that_does_not_show_it(text):
+def test_the_error_about_a_truncated_or_changed_token_does_not_show_the_token(text):
     with pytest.raises(BadConfig, match=r"file: expected a token of 64 .*, found ") as caught:
         Token.parse(text, "file")
     assert "ffee" not in str(caught.value).lower()

@@ -250,7 +250,7 @@ def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, tex
     assert text in archive.check().bad_files[0].problem
 
 
-def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
+def test_a_page_whose_objects_differ_from_the_manifest_is_found(archive):
     """After such a page, the check cannot verify the chain."""
     entries = archive.listed
     manifest = replace(archive.log.manifest, pages=(), newest_objects=tuple(entries))
@@ -285,7 +285,7 @@ def test_rows_outside_of_the_ids_in_the_manifest_are_ignored(tmp_path):
     assert archive.check().bad_files == []
 
 
-def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
+def test_a_check_continues_after_its_manifest_was_replaced(archive):
     """Expiry has deleted files before the check has read them."""
     log = archive.log
     check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)

@@ -103,7 +103,7 @@ def set_commit_times(store, new_manifest, monkeypatch):
     return times
 
 
-def test_objects_without_times_expire_with_later_ones(archived, monkeypatch):
+def test_objects_without_commit_times_expire_together_with_later_objects(archived, monkeypatch):
     store, new_manifest = archived
     set_commit_times(store, new_manifest, monkeypatch)
     found = RecordedManifest(3, new_manifest.last, new_manifest.chain, new_manifest.name, 0).read(

@@ -203,7 +203,7 @@ def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     assert reread_manifest.entries() == read_saved_manifest(store, log).entries()
 
 
-def test_the_end_before_a_time_is_the_end_of_the_last_batch_with_an_earlier_stamp(store, log):
+def test_a_range_until_a_time_ends_with_the_last_batch_committed_at_or_before_this_time(store, log):
     restored = RestoredRange(store, read_saved_manifest(store, log))
     for number, reach in enumerate(accumulate([ROWS_PER_OBJECT] * 4)):
         # The first batch of each object has no stamp, so its age is unknown.
@@ -324,7 +324,9 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
 
 
 @pytest.mark.parametrize(("key", "version"), [(CLUSTER_KEY, 10), (NEW_KEY, 5)])
-def test_the_new_manifest_has_a_higher_version_than_all_of_its_cluster(store, log, key, version):
+def test_the_new_manifest_has_a_higher_version_than_all_manifests_of_its_cluster(
+    store, log, key, version
+):
     """With a lower version, manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
     restored = RestoredRange(store, read_saved_manifest(store, log))

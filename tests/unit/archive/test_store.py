@@ -52,7 +52,7 @@ def test_a_missing_file_is_named(store, call):
 
 
 @pytest.mark.parametrize("call", ["read", "open"])
-def test_a_store_without_a_file_of_the_cluster_is_not_damaged(store, call):
+def test_a_store_without_files_of_the_cluster_is_unavailable_and_not_damaged(store, call):
     """For example, its directory is not mounted yet."""
     store.write("8/other", b"")
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_a_write_that_fails_leaves_no_file(store):
     assert store.list_names("") == []
 
 
-def test_an_error_of_the_callers_block_is_not_reported_as_one_of_the_store(store):
+def test_an_error_in_the_callers_block_is_not_reported_as_an_error_of_the_store(store):
     with pytest.raises(OSError, match=r"^the disk of the caller$"), store.open_sink(NAME):
         raise OSError("the disk of the caller")
     with pytest.raises(FileNotFoundError), store.open_sink(NAME):
@@ -149,7 +149,9 @@ def test_a_read_requests_only_its_bytes_and_none_after_the_end():
     assert source.closed
 
 
-def test_a_file_is_synced_before_it_gets_its_name_and_the_name_is_synced(store, monkeypatch):
+def test_a_file_is_synced_before_it_gets_its_name_and_its_name_is_synced_afterwards(
+    store, monkeypatch
+):
     """The name of the file and the names of new folders are synced."""
     steps = []
     sync, link = os.fsync, os.link

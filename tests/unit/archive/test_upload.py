@@ -186,7 +186,7 @@ class FakeTime:
         self.now_s += duration_s
 
 
-def test_an_upload_has_the_rate_of_its_limit(tmp_path):
+def test_an_upload_runs_at_its_rate_limit(tmp_path):
     time, waits_s = FakeTime(), []
     limit = RateLimit(
         1_000, lambda: waits_s.append(time.now_s), clock_s=time.clock_s, sleep=time.sleep

@@ -542,7 +542,7 @@ def test_an_assigned_server_without_a_zookeeper_session_is_reported(cluster):
     assert cluster.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
 
 
-def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(cluster):
+def test_a_change_that_no_daemon_confirms_fails_if_access_control_was_in_use_before(cluster):
     cluster.publish(3, 3)
     for daemon in cluster.daemons:
         daemon._znodes.expire()

@@ -137,7 +137,7 @@ async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch
 
 
 @on_real_loop
-async def test_a_backup_reads_the_new_manifest_if_it_is_replaced_meanwhile(store):
+async def test_a_backup_that_finds_its_manifest_replaced_reads_the_new_manifest(store):
     log = write_archive(store)
     coordinator = await cluster_with(log)
     renamed = "3/manifests/later"

@@ -128,7 +128,7 @@ def test_invalid_arguments_are_reported_in_one_sentence(capsys, in_memory, argum
 
 
 @given(LARGE_NUMBERS, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
-def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
+def test_a_record_after_a_gap_or_with_data_other_than_its_id_is_an_error(number, gap, difference):
     errors = errors_in_transaction(7, number - 1 - gap, number, expected_data(number + difference))
     assert len(errors) == (gap != 0) + (difference != 0)
     assert all(

@@ -68,7 +68,7 @@ def test_a_finding_that_disappears_is_not_reported(facts_to_gather, capsys):
     assert (value["is_healthy"], value["findings"]) == (True, [])
 
 
-def test_a_cluster_with_other_problems_at_each_check_is_not_healthy(facts_to_gather, capsys):
+def test_a_cluster_whose_problems_change_at_each_check_is_not_healthy(facts_to_gather, capsys):
     facts_to_gather[:] = [with_failed_storage(healthy(), A), with_failed_storage(healthy(), B)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     assert f"storage {B} does not answer" in capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_an_error_in_a_file_of_tables_is_named(tmp_path: Path, text: str, messag
     assert message in result.stderr
 
 
-def test_a_table_and_its_key_or_several_tables_are_needed():
+def test_follow_needs_a_table_with_a_key_or_a_file_of_tables():
     for arguments in ([], ["table"], ["--key", "id"]):
         result = run_command("follow", "--connect", "h:1/w", *arguments)
         assert result.returncode == 1
@@ -87,7 +87,7 @@ def test_an_unknown_choice_is_a_usage_error(more: list[str]):
     assert run_command("follow", "table", *ARGUMENTS, *more).returncode == 2
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_about_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "deltalake", None)
     monkeypatch.delitem(sys.modules, "waltz_core.tables.delta_table", raising=False)
     result = run_command("follow", "table", *ARGUMENTS)

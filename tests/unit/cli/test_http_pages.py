@@ -46,7 +46,7 @@ def serve_page(body, status=200):
             thread.join()
 
 
-def test_numbers_are_shown_without_rounding_and_without_buckets(capsys):
+def test_metrics_are_shown_exactly_and_by_default_without_histogram_buckets(capsys):
     with serve_page(PAGE.encode()) as address:
         assert main(["server", "metrics", address]) == 0
         lines = capsys.readouterr().out.splitlines()
