@@ -482,9 +482,9 @@ def stamps_continue_from_the_clock() -> Patches:
 def marked_before_zookeeper() -> Patches:
     """`accept-replicas` marks the replica as trusted before it writes to ZooKeeper."""
 
-    async def declare(metadata, hands):
-        await hands.mark()
-        await hands.write(metadata)
-        await hands.assign()
+    async def declare(metadata, operations):
+        await operations.set_low_water_mark()
+        await operations.write_metadata(metadata)
+        await operations.assign_replicas()
 
     yield replaced(rebuilding, "declare_log", declare)

@@ -62,12 +62,12 @@ def time_text(at_ms: int) -> str:
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows under titles; numbers are aligned to the right, text to the left (rule 3)."""
     texts = [[str(cell) for cell in row] for row in rows]
-    right = [
+    is_number_column = [
         bool(rows) and all(isinstance(row[index], int | float) for row in rows)
         for index in range(len(titles))
     ]
     if sys.stdout.isatty():
-        _draw_table(titles, texts, right)
+        _draw_table(titles, texts, is_number_column)
         return
     widths = [
         max([len(title), *(len(row[index]) for row in texts)]) for index, title in enumerate(titles)
@@ -75,20 +75,20 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None
     for cells in [list(titles), *texts]:
         padded_cells = [
             cell.rjust(width) if is_number else cell.ljust(width)
-            for cell, width, is_number in zip(cells, widths, right, strict=True)
+            for cell, width, is_number in zip(cells, widths, is_number_column, strict=True)
         ]
         print_result("  ".join(padded_cells).rstrip())
 
 
 def _draw_table(
-    titles: Sequence[str], texts: Sequence[Sequence[str]], right: Sequence[bool]
+    titles: Sequence[str], texts: Sequence[Sequence[str]], is_number_column: Sequence[bool]
 ) -> None:
     from rich.console import Console  # noqa: PLC0415 - for terminals only
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title, is_number in zip(titles, right, strict=True):
+    for title, is_number in zip(titles, is_number_column, strict=True):
         table.add_column(Text(title), justify="right" if is_number else "left", overflow="fold")
     for row in texts:
         table.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))

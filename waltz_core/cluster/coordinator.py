@@ -213,13 +213,13 @@ class Coordinator:
         )
 
     async def _create(
-        self, new: NewCluster, steps_at: Callable[[int], list[list[Operation]]]
+        self, new: NewCluster, make_steps: Callable[[int], list[list[Operation]]]
     ) -> None:
-        """Create the nodes of a cluster; `steps_at` returns the writes for a root's version."""
+        """Create the nodes of a cluster; `make_steps` returns the writes for a root's version."""
         root = self.paths.root
         parents = [root[:end] for end in range(1, len(root)) if root[end] == "/"]
         await self._nodes.create_missing(parents)
-        for step in steps_at(await self._root_version_without_cluster()):
+        for step in make_steps(await self._root_version_without_cluster()):
             try:
                 await self._znodes.write(step)
             except errors.CoordinatorOutcomeUnknown:

@@ -191,7 +191,7 @@ class DisasterRecovery:
 
     # ---- the operations of a declaration
 
-    def write(self, metadata: PartitionMetadata) -> None:
+    def write_metadata(self, metadata: PartitionMetadata) -> None:
         """Write the metadata and the marker to ZooKeeper."""
         coordinator = self._cluster.coordinator
         if self._accepted is not None:
@@ -212,7 +212,7 @@ class DisasterRecovery:
         coordinator.replace_nodes(metadata, marker)
         self._die_if_planned_after("write")
 
-    async def mark(self, decision: RebuildDecision, source: Prepared) -> None:
+    async def set_low_water_mark(self, decision: RebuildDecision, source: Prepared) -> None:
         """Set the log's low-water mark in the session, so that its replica is trusted."""
         prefix = self._session_id, 2, self._partition_id
         identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
@@ -224,7 +224,7 @@ class DisasterRecovery:
         self._cluster.checks.count("replica marked by a command")
         self._die_if_planned_after("mark")
 
-    def assign(self, decision: RebuildDecision) -> None:
+    def assign_replicas(self, decision: RebuildDecision) -> None:
         """Assign the first replicas of the decision to the partition."""
         self._cluster.reassign(decision.first_members)
         self._cluster.unfinished_recovery = None
@@ -294,17 +294,17 @@ class _SimulatedOperations:
     ) -> None:
         self._recovery, self._decision, self._source = recovery, decision, source
 
-    async def write(self, metadata: PartitionMetadata) -> None:
+    async def write_metadata(self, metadata: PartitionMetadata) -> None:
         """Write the metadata to ZooKeeper."""
-        self._recovery.write(metadata)
+        self._recovery.write_metadata(metadata)
 
-    async def mark(self) -> None:
+    async def set_low_water_mark(self) -> None:
         """Set the low-water mark of the source replica."""
-        await self._recovery.mark(self._decision, self._source)
+        await self._recovery.set_low_water_mark(self._decision, self._source)
 
-    async def assign(self) -> None:
+    async def assign_replicas(self) -> None:
         """Assign the first replicas."""
-        self._recovery.assign(self._decision)
+        self._recovery.assign_replicas(self._decision)
 
 
 def _sort_key(log: ReportedLog) -> tuple[bool, int, int, bool]:

@@ -355,22 +355,22 @@ class _CommandOperations:
     answers: _ReplicaAnswers
     archived: ArchivedMark | None
 
-    async def write(self, metadata: PartitionMetadata) -> None:
+    async def write_metadata(self, metadata: PartitionMetadata) -> None:
         """Write the metadata and the marker of the partition to ZooKeeper."""
         await self.coordinator.write_partition(
             self.decision.partition_id,
             metadata,
-            _open_marker(self.answers.session, self.archived),
+            _create_open_marker(self.answers.session, self.archived),
             self.answers.partition_view.versions,
         )
 
-    async def mark(self) -> None:
+    async def set_low_water_mark(self) -> None:
         """Set the low-water mark of the chosen replica, which makes its log trusted."""
         source = self.decision.source
         reply, link = self.answers.prepared[source], self.answers.connections[source]
         await link.set_low_water_mark(self.decision.partition_id, self.answers.session, reply)
 
-    async def assign(self) -> None:
+    async def assign_replicas(self) -> None:
         """Assign the first replicas of the partition to their storages."""
         await _assign_replicas(self.coordinator, [self.decision])
 
@@ -551,7 +551,7 @@ async def _choose_and_write_logs(
     for decision in decisions:
         each, archived = decision.partition_id, marks[decision.partition_id]
         generation = Generation(newest[each].generation + 1)
-        marker = _open_marker(sessions[each], archived)
+        marker = _create_open_marker(sessions[each], archived)
         await _write_decision(command.coordinator, decision, marker, generation)
         step_text = (
             f"partition {each}: transactions 0..{decision.log.last_synced_id} of the log of "
@@ -758,7 +758,7 @@ async def _highest_ids(
         return NO_IDS
 
 
-def _open_marker(session: ClaimedSession, archived: ArchivedMark | None) -> PartitionMarker:
+def _create_open_marker(session: ClaimedSession, archived: ArchivedMark | None) -> PartitionMarker:
     """Return the marker of a partition that is open in a session."""
     return PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce, archived)
 

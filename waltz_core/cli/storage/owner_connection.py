@@ -52,7 +52,7 @@ DIAL_TIMEOUT_S: Final = 3.0
 ANSWER_TIMEOUT_S: Final = 30.0
 ID_RECORDS_MAX: Final = 10_000
 _NO_CLIENT_ID: Final = -1
-_ANY_STORAGE: Final = bytes(16)
+_ANY_STORAGE_ID: Final = bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class OwnerConnection:
                 number,
                 partition_id,
                 session.nonce,
-                _ANY_STORAGE,
+                _ANY_STORAGE_ID,
                 self._expected.cluster_key,
                 self._expected.partition_count,
             )

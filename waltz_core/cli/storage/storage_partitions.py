@@ -85,12 +85,12 @@ async def _change_partitions(
             print_json({"storage": str(target), "subcommand": subcommand_name, "done": completed})
         elif completed:
             print_error(
-                f"{target}: {subcommand_name}. Partitions already done: {_ranges(completed)}"
+                f"{target}: {subcommand_name}. Partitions already done: {_join_numbers(completed)}"
             )
     return 0
 
 
-def _ranges(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     """Return the numbers, separated by commas."""
     return ", ".join(map(str, numbers))
 

@@ -152,21 +152,21 @@ class RebuildOperations(Protocol):
     Each write is durable when the call returns.
     """
 
-    async def write(self, metadata: model.PartitionMetadata) -> None:
+    async def write_metadata(self, metadata: model.PartitionMetadata) -> None:
         """Write the partition's metadata and its marker, which contains the session."""
 
-    async def mark(self) -> None:
+    async def set_low_water_mark(self) -> None:
         """Mark the chosen replica in the session, so that its log is trusted."""
 
-    async def assign(self) -> None:
+    async def assign_replicas(self) -> None:
         """Assign the first replicas."""
 
 
 async def declare_log(metadata: model.PartitionMetadata, operations: RebuildOperations) -> None:
     """Make a chosen log the log of its partition: write the metadata, mark, assign (rule 6)."""
-    await operations.write(metadata)
-    await operations.mark()
-    await operations.assign()
+    await operations.write_metadata(metadata)
+    await operations.set_low_water_mark()
+    await operations.assign_replicas()
 
 
 def choose_log(

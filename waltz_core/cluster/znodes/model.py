@@ -444,7 +444,7 @@ def encode_utf(text: str) -> bytes:
     In modified UTF-8, U+0000 is two bytes, and a character above U+FFFF is its two surrogates.
     """
     units = [
-        text[index] if text[index] <= "\uffff" else _surrogates(text[index])
+        text[index] if text[index] <= "\uffff" else _surrogate_pair(text[index])
         for index in range(len(text))
     ]
     data = "".join(units).encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
@@ -466,7 +466,7 @@ def decode_utf(data: bytes) -> str:
     return text.encode("utf-16-be", "surrogatepass").decode("utf-16-be", "surrogatepass")
 
 
-def _surrogates(char: str) -> str:
+def _surrogate_pair(char: str) -> str:
     high, low = struct.unpack(">HH", char.encode("utf-16-be"))
     return chr(high) + chr(low)
 

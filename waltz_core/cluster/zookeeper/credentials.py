@@ -41,8 +41,8 @@ PERMISSIONS = "cdrwa"
 GRANT_SCHEMES = ("world", "digest", "ip", "sasl", "x509")
 _MEMBERS: Final = "members"
 _ADMINISTRATORS: Final = "administrators"
-_FIRST_LINE: Final = f"{DIGEST_SCHEME}:USER:PASSWORD"
-_HASH: Final = re.compile("[A-Za-z0-9+/]{27}=")  # of 20 bytes
+_FIRST_LINE_FORM: Final = f"{DIGEST_SCHEME}:USER:PASSWORD"
+_HASH_PATTERN: Final = re.compile("[A-Za-z0-9+/]{27}=")  # of 20 bytes
 
 
 class NodePermission(NamedTuple):
@@ -125,10 +125,10 @@ def parse_credentials(text: str, where: str) -> Credentials:
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not lines:
-        raise errors.BadConfig(f"{where}: expected {_FIRST_LINE}, found an empty file")
+        raise errors.BadConfig(f"{where}: expected {_FIRST_LINE_FORM}, found an empty file")
     (number, first), *others = lines
     credentials = Credentials(
-        _parse_user(first, _FIRST_LINE, f"{where}, line {number}"), where=where
+        _parse_user(first, _FIRST_LINE_FORM, f"{where}, line {number}"), where=where
     )
     for number, line in others:
         credentials = _add_line(credentials, line, f"{where}, line {number}")
@@ -144,12 +144,12 @@ def _add_line(credentials: Credentials, line: str, where: str) -> Credentials:
             f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found a second one"
         )
     if role == _MEMBERS:
-        other = _parse_user(value_text, f"{_MEMBERS}:{_FIRST_LINE}", where)
+        other = _parse_user(value_text, f"{_MEMBERS}:{_FIRST_LINE_FORM}", where)
         credentials, name = replace(credentials, members=other), other.name
     else:
         scheme, _, identity = value_text.partition(":")
         name, _, hashed = identity.partition(":")
-        if scheme != DIGEST_SCHEME or not name or _HASH.fullmatch(hashed) is None:
+        if scheme != DIGEST_SCHEME or not name or _HASH_PATTERN.fullmatch(hashed) is None:
             raise errors.BadConfig(
                 f"{where}: expected {_ADMINISTRATORS}:{DIGEST_SCHEME}:USER:HASH, with the base64 "
                 "text of the SHA-1 of USER:PASSWORD as HASH"

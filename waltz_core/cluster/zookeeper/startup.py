@@ -7,7 +7,7 @@ Rules:
     1. If ZooKeeper does not answer a step, the step is repeated until
        `zookeeper_connect_timeout_ms` after its first failure. A permanent error, such as a missing
        cluster or permission, ends the start at once.
-    2. While a step waits, the daemon logs `zookeeper.waiting` every `LOG_EVERY_S` seconds.
+    2. While a step waits, the daemon logs `zookeeper.waiting` every `LOG_INTERVAL_S` seconds.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from waltz_core.errors import Unavailable
 
 _log = logging.getLogger(__name__)
 
-LOG_EVERY_S: Final = 3.0
+LOG_INTERVAL_S: Final = 3.0
 RETRY_S: Final = 0.2
 ResultT = TypeVar("ResultT")
 
@@ -71,16 +71,16 @@ async def retry_start_step(
 
 @contextlib.contextmanager
 def _log_while_waiting(what: str, last_error: list[str]) -> Iterator[None]:
-    """Log every `LOG_EVERY_S` that the block still waits, with the error in `last_error[0]`."""
+    """Log every `LOG_INTERVAL_S` that the block still waits, with the error in `last_error[0]`."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 
     def log_waiting() -> None:
         nonlocal timer
         _log.warning("zookeeper.waiting for=%r error=%s", what, last_error[0] or "no answer yet")
-        timer = loop.call_later(LOG_EVERY_S, log_waiting)
+        timer = loop.call_later(LOG_INTERVAL_S, log_waiting)
 
-    timer = loop.call_later(LOG_EVERY_S, log_waiting)
+    timer = loop.call_later(LOG_INTERVAL_S, log_waiting)
     try:
         yield
     finally:

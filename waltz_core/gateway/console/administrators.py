@@ -14,7 +14,7 @@ from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.requirements import ADMINISTER, Requirement, Scope
 from waltz_core.administration.change_run import now_ms
 
-_REQUIRED: Final = Requirement((ADMINISTER,), Scope.ALL, needs_all=True)
+_REQUIRED_PERMISSION: Final = Requirement((ADMINISTER,), Scope.ALL, needs_all=True)
 
 
 def check_administrator(permissions: Permissions, token_hash: str, action: str) -> str:
@@ -25,7 +25,10 @@ def check_administrator(permissions: Permissions, token_hash: str, action: str) 
         PermissionDenied: the principal does not have the verb `administer` for all partitions.
     """
     principal = _principal_of(permissions, token_hash)
-    if Grants(permissions).for_principal(principal).missing_verb(_REQUIRED, None) is not None:
+    if (
+        Grants(permissions).for_principal(principal).missing_verb(_REQUIRED_PERMISSION, None)
+        is not None
+    ):
         raise errors.PermissionDenied(
             f"principal {principal!r} may not {action}: it needs the verb administer for all "
             "partitions. Hint: `waltz-core access grant` grants it."

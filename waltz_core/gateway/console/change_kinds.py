@@ -18,8 +18,8 @@ from waltz_core.administration.change_run import ChangeResult
 from waltz_core.config.connect_string import check_address
 from waltz_core.errors import RequestRejected, WaltzError
 
-_PLACEHOLDER: Final = re.compile(r"[A-Z][A-Z_:]*")
-_PARTITIONS_TEXT: Final = re.compile(r"all|[0-9]+(-[0-9]+)?( *, *[0-9]+(-[0-9]+)?)*")
+_PLACEHOLDER_PATTERN: Final = re.compile(r"[A-Z][A-Z_:]*")
+_PARTITIONS_PATTERN: Final = re.compile(r"all|[0-9]+(-[0-9]+)?( *, *[0-9]+(-[0-9]+)?)*")
 _COMMAND_WORDS: Final = ["waltz-core", "cluster"]
 TEXT_CHARACTERS_MAX: Final = 1_000
 _ChangeFunction: TypeAlias = Callable[..., Awaitable[ChangeResult]]
@@ -80,7 +80,9 @@ class ChangeKind(NamedTuple):
         }
 
 
-def _storage(name: str, keyword: str, text: str, *, is_list: bool = False) -> ChangeParameter:
+def _storage_parameter(
+    name: str, keyword: str, text: str, *, is_list: bool = False
+) -> ChangeParameter:
     return ChangeParameter(name, keyword, ParameterKind.STORAGE, text, is_list=is_list)
 
 
@@ -104,7 +106,7 @@ CHANGE_KINDS: Final = {
             "Move all replicas of a storage to its replacement.",
             replica_changes.replace_storage,
             (
-                _storage("storage", "address", "the storage to replace"),
+                _storage_parameter("storage", "address", "the storage to replace"),
                 ChangeParameter(
                     "replacement",
                     "successor",
@@ -137,7 +139,7 @@ CHANGE_KINDS: Final = {
             "remove-storage",
             "Move a storage's replicas to other storages, then remove it from the cluster.",
             replica_changes.remove_storage,
-            (_storage("storage", "address", "the storage to remove"),),
+            (_storage_parameter("storage", "address", "the storage to remove"),),
             is_disruptive=True,
         ),
         ChangeKind(
@@ -146,21 +148,21 @@ CHANGE_KINDS: Final = {
             replica_changes.move_replica,
             (
                 _PARTITIONS,
-                _storage("storage", "origin", "the storage that has the replicas"),
-                _storage("replacement", "target", "the storage that should get them"),
+                _storage_parameter("storage", "origin", "the storage that has the replicas"),
+                _storage_parameter("replacement", "target", "the storage that should get them"),
             ),
         ),
         ChangeKind(
             "add-replica",
             "Add a replica of partitions to a storage.",
             replica_changes.add_replica,
-            (_PARTITIONS, _storage("storage", "addresses", "the storage", is_list=True)),
+            (_PARTITIONS, _storage_parameter("storage", "addresses", "the storage", is_list=True)),
         ),
         ChangeKind(
             "remove-replica",
             "Remove the replicas of partitions from a storage.",
             replica_changes.remove_replica,
-            (_PARTITIONS, _storage("storage", "addresses", "the storage", is_list=True)),
+            (_PARTITIONS, _storage_parameter("storage", "addresses", "the storage", is_list=True)),
             is_disruptive=True,
         ),
         ChangeKind(
@@ -202,7 +204,7 @@ CHANGE_KINDS: Final = {
             "Change the admin port of a storage in ZooKeeper.",
             replica_changes.set_admin_port,
             (
-                _storage("storage", "address", "the storage"),
+                _storage_parameter("storage", "address", "the storage"),
                 ChangeParameter(
                     "admin_port",
                     "admin_port",
@@ -271,7 +273,7 @@ def change_in_command(command: str) -> dict[str, Any] | None:
     return {
         "name": kind.name,
         "arguments": {
-            name: "" if _PLACEHOLDER.fullmatch(value) else value
+            name: "" if _PLACEHOLDER_PATTERN.fullmatch(value) else value
             for name, value in values_by_name.items()
         },
     }
@@ -300,7 +302,7 @@ def _parse_value(parameter: ChangeParameter, text: str) -> object:
         if not (text.isascii() and text.isdigit() and len(text) < 10):
             raise RequestRejected(field_name, expected="a number", found=text)
         return int(text)
-    if parameter.kind is ParameterKind.PARTITIONS and not _PARTITIONS_TEXT.fullmatch(text):
+    if parameter.kind is ParameterKind.PARTITIONS and not _PARTITIONS_PATTERN.fullmatch(text):
         raise RequestRejected(field_name, expected="partitions such as 0-3,7, or all", found=text)
     if parameter.kind in (ParameterKind.STORAGE, ParameterKind.SERVER, ParameterKind.ADDRESS):
         try:

@@ -139,9 +139,12 @@ class ClusterViewer:
             "zookeeper_error": error,
             "is_settled": cluster.is_assignment_settled,
             "zookeeper": [_zookeeper_fields(each) for each in await zookeepers],
-            "servers": [_server_fields(each) for each in _by_address(cluster.servers.values())],
+            "servers": [
+                _server_fields(each) for each in _sorted_by_address(cluster.servers.values())
+            ],
             "storages": [
-                _storage_fields(cluster, each) for each in _by_address(cluster.storages.values())
+                _storage_fields(cluster, each)
+                for each in _sorted_by_address(cluster.storages.values())
             ],
             "partitions": [
                 _partition_fields(cluster, PartitionId(each))
@@ -193,13 +196,13 @@ class ClusterViewer:
         """Raise an error if the caller has no permission (rules 1 and 5)."""
         if cluster is not None:
             _check_not_denied(cluster)
-        if cluster is None or not _has_answer(cluster):
+        if cluster is None or not _has_any_answer(cluster):
             permissions = await self._reader.known_permissions()
             if permissions is not None:
                 check_administrator(permissions, token_hash, "see the cluster")
 
 
-def _has_answer(cluster: ClusterFacts) -> bool:
+def _has_any_answer(cluster: ClusterFacts) -> bool:
     """Return whether a member has answered the caller, and so has checked the caller's token."""
     storages = cluster.storages.values()
     return any(not member.failure for member in cluster.servers.values()) or any(
@@ -222,7 +225,7 @@ def _check_not_denied(cluster: ClusterFacts) -> None:
 # --- members
 
 
-def _by_address(members: Iterable[MemberT]) -> list[MemberT]:
+def _sorted_by_address(members: Iterable[MemberT]) -> list[MemberT]:
     """Return members sorted by address, so that their order on the page does not change."""
     return sorted(members, key=lambda each: each.address)
 

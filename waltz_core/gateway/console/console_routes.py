@@ -101,7 +101,7 @@ class ConsoleRoutes:
         member_connections.use_ssl_context(caller.client.ssl_context)
         key = caller.token_hash
         view = await self._views.get(key, lambda: self._viewer.view(key))
-        permission = await self._permissions.get(key, lambda: self._permission(caller))
+        permission = await self._permissions.get(key, lambda: self._permission_fields(caller))
         return json_response(view | permission)
 
     async def _show_findings(self, request: Request, caller: Caller) -> Response:
@@ -112,7 +112,7 @@ class ConsoleRoutes:
 
     # --- changes
 
-    async def _permission(self, caller: Caller) -> Fields:
+    async def _permission_fields(self, caller: Caller) -> Fields:
         """Return whether the caller may change the cluster, and otherwise the reason."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -127,7 +127,7 @@ class ConsoleRoutes:
 
     async def _list_changes(self, request: Request, caller: Caller) -> Response:
         url_parameters(request, ())
-        permission = await self._permission(caller)
+        permission = await self._permission_fields(caller)
         if not permission["can_change"]:
             return json_response({"kinds": [], "running": [], "history": []} | permission)
         return json_response(await self._changes.fields() | permission)

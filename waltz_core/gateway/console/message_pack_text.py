@@ -173,7 +173,7 @@ class _Reader:
         return {"$float": "Infinity" if number > 0 else "-Infinity"}
 
     def _read_text(self, length: int) -> str:
-        part, is_cut = self._take_shown(length)
+        part, is_cut = self._take_displayed_part(length)
         try:
             return part.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -183,7 +183,7 @@ class _Reader:
             raise _NotMessagePack("found a text that is not UTF-8") from error
 
     def _read_base64(self, length: int) -> str:
-        return base64.b64encode(self._take_shown(length)[0]).decode("ascii")
+        return base64.b64encode(self._take_displayed_part(length)[0]).decode("ascii")
 
     def _read_extension(self, length: int) -> dict[str, Any]:
         kind = int.from_bytes(self._take(1), "big", signed=True)
@@ -198,7 +198,7 @@ class _Reader:
     def _read_length(self, size: int) -> int:
         return int.from_bytes(self._take(size), "big")
 
-    def _take_shown(self, length: int) -> tuple[bytes, bool]:
+    def _take_displayed_part(self, length: int) -> tuple[bytes, bool]:
         """Consume bytes of a text or of binary data; return the part that fits into the text."""
         self._check_length(length)
         part = self._data[self.offset : self.offset + min(length, max(0, self._characters_left))]

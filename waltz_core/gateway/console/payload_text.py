@@ -57,7 +57,7 @@ class PayloadText(NamedTuple):
 def decode_payload(data: bytes, bytes_max: int) -> PayloadText:
     """Return a payload as text of at most `bytes_max` bytes, by the module's rules."""
     assert bytes_max > 0
-    decoded = _decode_outer(data, bytes_max)
+    decoded = _decode_outer_layer(data, bytes_max)
     encoded = decoded.text.encode()
     if len(encoded) <= bytes_max:
         return decoded
@@ -66,7 +66,7 @@ def decode_payload(data: bytes, bytes_max: int) -> PayloadText:
     )  # rule 2
 
 
-def _decode_outer(data: bytes, bytes_max: int) -> PayloadText:
+def _decode_outer_layer(data: bytes, bytes_max: int) -> PayloadText:
     if not data:
         return PayloadText("empty", "", is_shortened=False)
     if is_envelope(data):

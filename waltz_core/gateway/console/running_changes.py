@@ -42,8 +42,8 @@ from waltz_core.gateway.console.change_kinds import CHANGE_KINDS, ChangeKind
 
 _log = logging.getLogger(__name__)
 
-RUNNING_MAX: Final = 8
-ENDED_MAX: Final = 50
+RUNNING_CHANGES_MAX: Final = 8
+ENDED_CHANGES_MAX: Final = 50
 HISTORY_MAX: Final = 100
 TIMEOUT_S: Final = 3600.0
 INTERRUPTION_S_MAX: Final = 3.0
@@ -96,7 +96,7 @@ class ConsoleChanges:
     coordinator: Callable[[], Coordinator]  # of the gateway's session, for reads
     tasks: asyncio.TaskGroup
     _changes: deque[ConsoleChange] = field(default_factory=deque)
-    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _change_tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _last_number: int = 0
 
     async def check_permitted(self, caller: ChangeCaller) -> str:
@@ -134,10 +134,10 @@ class ConsoleChanges:
         """
         principal = await self.check_permitted(caller)
         # Checked after the wait, because other changes can start meanwhile.
-        if len(self._running) >= RUNNING_MAX:
+        if len(self._change_tasks) >= RUNNING_CHANGES_MAX:
             raise errors.Overloaded(
-                f"{RUNNING_MAX} changes already run at this gateway, which is the limit. Hint: "
-                "wait until one of them ends."
+                f"{RUNNING_CHANGES_MAX} changes already run at this gateway, which is the limit. "
+                "Hint: wait until one of them ends."
             )
         command = shlex.join(kind.command_words(arguments))
         same_changes = [
@@ -162,23 +162,23 @@ class ConsoleChanges:
         self._forget_oldest_changes()
         executing = self._execute(change, caller.ssl, kind.keyword_arguments(arguments))
         task = self.tasks.create_task(executing, name="console_change")
-        self._running.add(task)
+        self._change_tasks.add(task)
         task.add_done_callback(partial(self._on_ended, change))
         return change
 
     def _forget_oldest_changes(self) -> None:
         ended = [change for change in self._changes if change.ended_ms is not None]
-        for change in ended[ENDED_MAX:]:
+        for change in ended[ENDED_CHANGES_MAX:]:
             self._changes.remove(change)
 
     def _on_ended(self, change: ConsoleChange, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        self._change_tasks.discard(task)
         if change.ended_ms is None:  # the task was cancelled before its first step
             change.outcome, change.ended_ms = _OUTCOME_INTERRUPTED, now_ms()
 
     async def interrupt(self) -> None:
         """Interrupt the running changes, because the gateway stops (rules 4 and 6)."""
-        running = list(self._running)
+        running = list(self._change_tasks)
         for task in running:
             task.cancel()
         if running:

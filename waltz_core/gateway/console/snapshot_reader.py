@@ -29,7 +29,7 @@ FIRST_WAIT_S: Final = 5.0
 READ_S_MAX: Final = 60.0
 PAUSE_S_MIN, PAUSE_S_MAX = 0.4, 2.0
 NO_ANSWER_TEXT: Final = "ZooKeeper did not answer in time"
-_LATE_TEXT: Final = f"no answer within {2 * WAIT_S:g} s"
+_TIMEOUT_TEXT: Final = f"no answer within {2 * WAIT_S:g} s"
 
 
 class SnapshotReader:
@@ -87,7 +87,7 @@ class SnapshotReader:
             async with asyncio.timeout(WAIT_S):
                 await self._coordinator().read_cluster()
         except (TimeoutError, errors.Unavailable) as error:
-            return str(error) or _LATE_TEXT
+            return str(error) or _TIMEOUT_TEXT
         return ""
 
     def close(self) -> None:

@@ -199,8 +199,8 @@ class _PageFetches:
         self._client = client
         self._partition_id = PartitionId(partition)
         self._header_values = header_values
-        self.left_count = FETCHES_MAX
-        self.left_bytes = PAGE_BYTES_MAX
+        self.remaining_count = FETCHES_MAX
+        self.remaining_bytes = PAGE_BYTES_MAX
 
     @property
     def is_filtered(self) -> bool:
@@ -210,20 +210,20 @@ class _PageFetches:
     @property
     def may_continue(self) -> bool:
         """Whether the page may send another query (rule 1)."""
-        return self.left_count > 0 and self.left_bytes > 0
+        return self.remaining_count > 0 and self.remaining_bytes > 0
 
     async def fetch(self, first: int, last: int) -> RangeChunk:
         """Return the first chunk of a range."""
-        self.left_count -= 1
+        self.remaining_count -= 1
         query = RangeQuery(
             TransactionId(first),
             TransactionId(last),
             RangeForm.WHOLE,
             self._header_values,
-            PAGE_BYTES_MAX if self._header_values else max(1, self.left_bytes),
+            PAGE_BYTES_MAX if self._header_values else max(1, self.remaining_bytes),
         )
         chunk = await self._client.requests.fetch_range(self._partition_id, query)
-        self.left_bytes -= len(chunk.records)
+        self.remaining_bytes -= len(chunk.records)
         return chunk
 
 
@@ -248,7 +248,7 @@ class _BackwardSearch:
         # because records may be large. With a filter, it begins with more IDs, because few records
         # match.
         self._size = _FILTERED_WINDOW_IDS if fetches.is_filtered else 1
-        self._read_ids = 0
+        self._read_id_count = 0
         self._read_bytes = 0
 
     async def run(self) -> None:
@@ -256,7 +256,7 @@ class _BackwardSearch:
         while (
             self.end >= self.first_available
             and len(self.rows) < self._count
-            and (self._fetches.may_continue or not self._read_ids)  # rule 2
+            and (self._fetches.may_continue or not self._read_id_count)  # rule 2
         ):
             low = max(self.first_available, self.end - self._size + 1)
             try:
@@ -298,18 +298,22 @@ class _BackwardSearch:
 
     def _may_complete(self, ids: int, chunk_ids: int) -> bool:
         """Whether the rest of a window fits the limits, if each query returns `chunk_ids` IDs."""
-        return self._fetches.may_continue and ids <= chunk_ids * self._fetches.left_count
+        return self._fetches.may_continue and ids <= chunk_ids * self._fetches.remaining_count
 
     def _next_size(self, window_ids: int, chunk_ids: int) -> int:
         """Return the size of the next window, from the sizes of the records so far.
 
         `chunk_ids` is the maximum number of IDs that one query of the last window returned.
         """
-        self._read_ids += window_ids
-        ids_within_limit = self._fetches.left_bytes * self._read_ids // max(1, self._read_bytes)
+        self._read_id_count += window_ids
+        ids_within_limit = (
+            self._fetches.remaining_bytes * self._read_id_count // max(1, self._read_bytes)
+        )
         sizes = [window_ids * _WINDOW_GROWTH, ids_within_limit, _WINDOW_IDS_MAX]
         if chunk_ids < window_ids:
-            sizes.append(chunk_ids * self._fetches.left_count * 3 // 4)  # records differ in size
+            sizes.append(
+                chunk_ids * self._fetches.remaining_count * 3 // 4
+            )  # records differ in size
         if not self._fetches.is_filtered:
             sizes.append(self._count - len(self.rows) - window_ids)
         return max(1, min(sizes))

@@ -284,7 +284,7 @@ def test_a_change_runs_after_the_request(monkeypatch):
 
         monkeypatch.setattr(zookeeper_session, "open_session", open_session)
         assert await post_change(gateway, json.dumps(CHANGE).encode()) == (202, {"id": "1"})
-        await poll_until(lambda: not gateway.routes.changes._running)
+        await poll_until(lambda: not gateway.routes.changes._change_tasks)
         status, listed = await get_json(gateway, CHANGES)
         assert (status, listed["can_change"], listed["cannot_change_reason"]) == (200, True, "")
         (change,), (entry,) = listed["running"], listed["history"]

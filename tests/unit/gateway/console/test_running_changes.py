@@ -25,10 +25,10 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.gateway.console import running_changes
 from waltz_core.gateway.console.change_kinds import CHANGE_KINDS
 from waltz_core.gateway.console.running_changes import (
-    ENDED_MAX,
+    ENDED_CHANGES_MAX,
     HISTORY_MAX,
     INTERRUPTION_S_MAX,
-    RUNNING_MAX,
+    RUNNING_CHANGES_MAX,
     ChangeCaller,
     ConsoleChanges,
 )
@@ -352,7 +352,10 @@ async def test_the_number_of_running_changes_is_limited(monkeypatch):
             except errors.Overloaded:
                 return None
 
-        permitted, all_wait = world.changes.check_permitted, asyncio.Barrier(RUNNING_MAX + 2)
+        permitted, all_wait = (
+            world.changes.check_permitted,
+            asyncio.Barrier(RUNNING_CHANGES_MAX + 2),
+        )
 
         async def check_permitted(_self, by):
             await all_wait.wait()
@@ -361,13 +364,13 @@ async def test_the_number_of_running_changes_is_limited(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(ConsoleChanges, "check_permitted", check_permitted)
             async with asyncio.TaskGroup() as group:
-                tries = [group.create_task(try_to_start()) for _ in range(RUNNING_MAX + 2)]
+                tries = [group.create_task(try_to_start()) for _ in range(RUNNING_CHANGES_MAX + 2)]
         started = [each.result() for each in tries if each.result() is not None]
-        assert len(started) == RUNNING_MAX
-        with pytest.raises(errors.Overloaded, match=f"{RUNNING_MAX} changes already run"):
+        assert len(started) == RUNNING_CHANGES_MAX
+        with pytest.raises(errors.Overloaded, match=f"{RUNNING_CHANGES_MAX} changes already run"):
             await world.start()
         await world.end(*started)
-        assert (await world.start()).number == RUNNING_MAX + 1
+        assert (await world.start()).number == RUNNING_CHANGES_MAX + 1
 
 
 @run_on_virtual_loop
@@ -376,12 +379,15 @@ async def test_only_the_newest_finished_changes_are_listed(monkeypatch):
         oldest = await world.start()
         await poll_until(lambda: world.calls)
         may_end, world.may_end = world.may_end, asyncio.Event()
-        for _ in range(ENDED_MAX + 5):
+        for _ in range(ENDED_CHANGES_MAX + 5):
             await world.end(await world.start())
         await world.start()
         numbers = [each["id"] for each in (await world.changes.fields())["running"]]
-        last = ENDED_MAX + 7
-        assert numbers == [*map(str, range(last, last - ENDED_MAX - 1, -1)), str(oldest.number)]
+        last = ENDED_CHANGES_MAX + 7
+        assert numbers == [
+            *map(str, range(last, last - ENDED_CHANGES_MAX - 1, -1)),
+            str(oldest.number),
+        ]
         may_end.set()
 
 
