@@ -246,7 +246,7 @@ def test_without_zookeeper_an_idempotency_key_is_rejected(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_error_is_logged")
-def test_a_feed_whose_client_has_disconnected_ends():
+def test_a_feed_ends_when_its_client_disconnects():
     async def scenario(_world, gateway):
         _, writer = await connect_to(gateway)
         writer.write(b"GET /v1/partitions/1/feed?from=-1 HTTP/1.1\r\nHost: localhost\r\n\r\n")

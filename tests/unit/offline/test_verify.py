@@ -554,7 +554,7 @@ def test_a_log_that_begins_above_0_is_verified_from_its_start(log_with_later_sta
     assert verification_texts(directory)[0]
 
 
-def test_a_segment_whose_removal_was_interrupted_is_noted(log_with_later_start):
+def test_an_interrupted_removal_of_a_segment_is_noted(log_with_later_start):
     directory, before = log_with_later_start
     for suffix in (".seg", ".idx", ".chn"):
         shutil.copy(segment_path(before, 0, suffix), directory / f"{ONE}{suffix}")

@@ -287,7 +287,7 @@ def test_two_preferred_owners_of_one_partition_are_reported(case):
     assert finding.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
-def test_a_storage_is_out_of_reach_of_a_server_only_if_it_answers_the_doctor(case):
+def test_a_storage_that_one_server_cannot_reach_is_reported_if_the_doctor_can_reach_it(case):
     case.server(1, unreachable_storages=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
     case.storage(C, failure="refused", replicas={})
@@ -374,7 +374,7 @@ def test_a_wrong_admin_port_in_zookeeper_is_reported(case):
     assert f"set-admin-port {A} 5299" in case.only_finding("admin-port-wrong").command
 
 
-def test_replicas_move_from_a_full_disk_to_one_with_space(case):
+def test_replicas_move_from_a_full_disk_to_a_disk_with_space(case):
     case.storage(A, disk=DiskFacts(5 << 20, True))
     finding = case.only_finding("disk-full")
     assert finding.sentence.endswith("5 MiB are free, and the storage rejects appends")

@@ -34,7 +34,7 @@ def test_batches_for_late_replicas_are_kept_up_to_the_limit():
     assert window.first == 3 == window.last + 1
 
 
-def test_the_window_size_includes_lock_blocks_and_the_batch_count_is_limited():
+def test_the_window_limits_the_number_of_batches_and_their_bytes_with_lock_blocks():
     """A batch of one small record needs a hundred times its bytes in memory."""
     window = filled_window(1, 1)
     window_batch = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)

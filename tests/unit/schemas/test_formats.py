@@ -88,7 +88,7 @@ def test_protobuf_writes_a_type_of_the_registered_schema(registry):
     assert Protobuf(registry.url).deserialize(data) == {"id": 5}
 
 
-def test_arguments_are_checked(registry):
+def test_invalid_arguments_are_rejected_without_a_request_to_the_registry(registry):
     with pytest.raises(BadConfig, match="one of the arguments schema and version, found both"):
         Avro(registry.url, schema=ORDER, version=1)
     with pytest.raises(BadRequest, match="argument schema: Avro schema: expected a type"):

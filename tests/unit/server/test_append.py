@@ -274,7 +274,7 @@ def test_commit_stamps_never_decrease() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [500, 500]
 
 
-def test_commit_stamps_continue_after_those_of_the_previous_owner() -> None:
+def test_commit_stamps_continue_after_the_stamps_of_the_previous_owner() -> None:
     world = World(is_open=False)
     opened = SessionOpened(SessionId(1), GENERATION, TransactionId(4), GENESIS_CHAIN, False)
     world.pipeline.on_session_settled(

@@ -42,7 +42,7 @@ def test_batch_bytes_max_must_fit_into_a_storage_frame() -> None:
         partition_limits_of(config(batch_bytes_max=15 * MIB), 4)
 
 
-def test_settings_reach_replication() -> None:
+def test_settings_are_passed_to_replication() -> None:
     limits = session_limits_of(
         config(
             replica_lag_bytes_max=20 * MIB,

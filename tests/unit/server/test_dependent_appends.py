@@ -414,7 +414,7 @@ def test_a_dependent_append_does_not_overtake_earlier_ones():
     assert winner != first
 
 
-def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
+def test_predecessors_of_a_lost_session_are_not_returned_in_the_next_session():
     world, winner = in_flight()
     world.pipeline.on_session_closed()
     assert results(world.open(-1)) == {winner: [(-1, LOST, -1)]}

@@ -15,7 +15,7 @@ def test_requests_that_arrive_during_a_proof_share_the_next_one() -> None:
     assert proofs.on_proof_succeeded(2, 30) == (["b", "c"], [])
 
 
-def test_the_next_proof_begins_even_if_all_requests_of_the_first_were_dropped() -> None:
+def test_the_next_proof_begins_even_if_all_requests_of_the_current_one_were_dropped() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     proofs.wait_for_proof("a", 10)
     proofs.wait_for_proof("b", 11)

@@ -1296,7 +1296,7 @@ def test_replicas_are_reported_with_the_archived_mark() -> None:
     assert found == (3, 9, "m", 77)
 
 
-def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
+def test_a_proof_lost_with_its_session_is_requested_in_the_next_session() -> None:
     world = world_with_mount()
     request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     world.close()

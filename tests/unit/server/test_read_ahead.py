@@ -23,7 +23,7 @@ def buffered_ids(ahead: ReadAhead, *ids: int) -> list[int]:
     return [transaction_id for transaction_id in ids if found[transaction_id] is not None]
 
 
-def test_the_oldest_range_is_dropped_for_the_next() -> None:
+def test_the_oldest_range_is_dropped_when_a_new_range_needs_its_place() -> None:
     budget = CacheBudget(1 << 20)
     ahead = ReadAhead(budget)
     for number in range(PREFETCHED_RANGES_MAX):

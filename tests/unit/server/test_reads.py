@@ -256,7 +256,7 @@ def test_after_some_rounds_the_client_gets_an_error() -> None:
     assert machine.wake_at_ms is None
 
 
-def test_reads_of_an_ended_session_continue_in_the_next() -> None:
+def test_reads_of_an_ended_session_continue_in_the_next_session() -> None:
     machine = reads()
     fetch = fetch_of(request_range(machine, 0, 9))
     machine.on_session_closed()

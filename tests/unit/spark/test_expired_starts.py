@@ -107,7 +107,7 @@ def test_ids_before_the_start_of_a_read_are_not_requested() -> None:
     assert start_of(None, **ids) == start_of(0, **ids) == -1
 
 
-def test_without_expiry_a_read_from_a_time_before_the_log_starts_at_its_beginning() -> None:
+def test_without_expiry_a_start_time_before_the_log_selects_its_beginning() -> None:
     log = SimpleNamespace(
         read_range=lambda _, first, *__, **___: [SimpleNamespace(stamps=[(first, first, 77_000)])]
     )

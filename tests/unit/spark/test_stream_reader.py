@@ -69,7 +69,7 @@ def test_with_data_loss_allowed_a_new_log_is_read_once_from_its_start(
     assert read(reader, again, last) == {0, 1}
 
 
-def test_a_log_that_grows_is_not_mistaken_for_another(cluster: Cluster) -> None:
+def test_a_log_that_grows_is_not_mistaken_for_another_log(cluster: Cluster) -> None:
     reader = reader_of(pollInterval="0")
     start = reader.initialOffset()
     end = reader.latestOffset(start, LIMIT)

@@ -284,7 +284,7 @@ def test_records_after_the_last_covered_record_are_appended(world):
         append(world, second)
 
 
-def test_new_records_replace_only_those_above_the_mark(world):
+def test_new_records_replace_only_the_records_above_the_mark(world):
     cover(world)
     other = [*records(0, 6), *records(6, 4, b"else")]
     for fields in other_batches(other, (6, 4), 2):

@@ -21,7 +21,7 @@ def test_appended_blocks_are_returned_oldest_first():
     assert locks.newest(0) == b""
 
 
-def test_a_full_lock_file_replaces_the_older_one():
+def test_a_lock_file_becomes_the_older_file_when_it_is_full():
     disk = new_disk()
     locks = new_file(disk, 10)
     for number in range(7):

@@ -364,7 +364,7 @@ def test_requests_without_a_prepared_session_are_rejected(world):
     assert world.log.synced_max == BEFORE_FIRST
 
 
-def test_the_error_for_a_message_of_another_session_has_the_promised_one(world):
+def test_the_error_for_a_message_of_another_session_names_the_promised_session(world):
     owner = world.owned(5)
     for request, session_id in itertools.product(requests_of(owner), (-1, 4, 6, 1 << 62)):
         for connection in (1, 2):

@@ -52,7 +52,7 @@ def test_an_unreadable_batch_is_not_truncated_partially():
     assert truncation.slot_with_intent(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
 
 
-def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
+def test_a_removed_segment_does_not_return_after_a_failed_directory_sync():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5], [2])
     slot = truncation.slot_with_intent(Slot(2), segments, 5)

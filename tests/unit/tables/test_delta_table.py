@@ -246,7 +246,7 @@ def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
     assert state.other_commits == [OtherCommit(4, "SET TBLPROPERTIES"), OtherCommit(3, "RESTORE")]
 
 
-def test_the_newest_commit_of_the_follower_is_found_below_many_others(
+def test_the_newest_commit_of_the_follower_is_found_below_many_other_commits(
     path: Path, table: FollowedDeltaTable
 ):
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))

@@ -187,7 +187,7 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
 
 
 @run_on_loop
-async def test_limits_are_those_of_the_newest_revision(files, token_file):
+async def test_the_limits_of_the_newest_revision_apply(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         port.apply(dataclasses.replace(permissions_with_limits(), limits={}))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
