@@ -292,7 +292,9 @@ async def a_follower_receives_changes_of_the_replica_assignment(
             lambda old: model.ReplicaAssignments(dict.fromkeys(one_more, (0, 1, 2, 3)))
         )
         assert await inbox.wait_for(lambda found: len(found.partitions) == 4) == written
-        with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
+        with pytest.raises(
+            errors.BadRequest, match="partition 0: in one step, 2 of the 3 replicas"
+        ):
             await coordinator.update_replica_assignment(
                 lambda old: model.ReplicaAssignments(
                     {ADDRESSES[0]: (0,), "10.0.0.8:1": (0,), "10.0.0.7:1": (0,)}

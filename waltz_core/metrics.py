@@ -555,7 +555,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         ("cluster",),
         (
             "Time from an append to its commit, including repetitions by the client; for a "
-            "context, of its last attempt."
+            "context, the time of its last attempt."
         ),
     ),
     (
@@ -563,8 +563,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _GAUGE,
         _CLIENT,
         (
-            "Committed transactions that the callbacks have not applied yet. The mark of the log "
-            "is as of the previous scrape."
+            "Committed transactions that the callbacks have not applied yet, calculated with the "
+            "high-water mark of the previous scrape."
         ),
     ),
     (
@@ -603,7 +603,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         ("query",),
         (
             "Repeated appends of rows: after a temporary error, or after a recomputation. A row "
-            "counts each time."
+            "counts once for each repetition."
         ),
     ),
 )

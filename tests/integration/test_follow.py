@@ -178,8 +178,8 @@ def test_a_table_with_a_changes_function_equals_a_replay(written: WrittenLog, tm
     failed = run_command(*words[:-1], "tests.changes_functions:raise_key_error")
     assert failed.returncode == 1
     assert re.search(
-        r"changes function tests.changes_functions:raise_key_error for transactions from "
-        r"partition 0, transaction 0 on: .* the function raised KeyError: 'none' "
+        r"changes function tests.changes_functions:raise_key_error \(first transaction: "
+        r"partition 0, transaction 0\): .* the function raised KeyError: 'none' "
         r"\(.*tests/changes_functions.py, line \d+\)",
         failed.stderr,
     )

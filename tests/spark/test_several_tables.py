@@ -66,7 +66,7 @@ def test_both_followers_and_upsert_apply_a_changes_function(
     check_versions(written, table, pair_changes)
     assert read_table(table) == written.replayed(end_marks(written), pair_changes)
     call |= {"table": str(tmp_path / "other"), "changes": FAILING}
-    with pytest.raises(BadRequest, match=rf"{FAILING} for transactions from .*KeyError"):
+    with pytest.raises(BadRequest, match=rf"{FAILING} \(first transaction: .*KeyError"):
         waltz_spark.follow(spark, written.connect, **call, schema=columns, until="now")
     with pytest.raises(BadConfig, match=f"either the changes function {FAILING} or rules"):
         waltz_spark.follow(spark, written.connect, **call, schema=columns, delete_where="op = 'D'")

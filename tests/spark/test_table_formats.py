@@ -535,7 +535,7 @@ def test_a_format_that_does_not_match_the_arguments_is_an_error(
             "parquet",
             "expected a path or a URL of a table with format parquet",
         ),
-        (str(tmp_path), "parquet", "only gains rows: expected no key"),
+        (str(tmp_path), "parquet", "is append-only: expected no key"),
         (str(tmp_path), "csv", "format: expected one of delta, iceberg, parquet, found 'csv'"),
     ):
         with pytest.raises(BadConfig, match=re.escape(message)):

@@ -139,7 +139,8 @@ async def _replace_in_place(
     if await is_answering(WireProtocol.STORAGE, address):
         raise BadRequest(
             f"storage {address} still runs and answers. Hint: stop it, and repeat this change. "
-            "Start the replacement, with an empty directory, when the change permits it."
+            "Start the replacement, with an empty directory, when the change reports that an empty "
+            "storage may start."
         )
     remaining_replicas = {
         partition_id: tuple(

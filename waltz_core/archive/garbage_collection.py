@@ -214,11 +214,11 @@ def _check_versions(files: "list[ListedFile]") -> None:
         session_heads = list(group)
         if newest is not None and session_heads[0].version < newest.version:
             raise BadRequest(
-                "garbage collection of the archive stopped, and nothing is deleted: manifest "
-                f"{session_heads[0].name} of session {session_heads[0].session_id} has version "
-                f"{session_heads[0].version}, but manifest {newest.name} of the earlier session "
-                f"{newest.session_id} has version {newest.version}. ZooKeeper was rolled back, so "
-                "backups may need files that ZooKeeper no longer records. Hint: read "
+                "garbage collection of the archive stopped, and nothing is deleted: the manifest "
+                f"version decreased from {newest.version} (session {newest.session_id}, "
+                f"{newest.name}) to {session_heads[0].version} (session "
+                f"{session_heads[0].session_id}, {session_heads[0].name}). ZooKeeper was rolled "
+                "back, so backups may need files that ZooKeeper no longer records. Hint: read "
                 "docs/archive.md, section 'Garbage, and stores that hang'."
             )
         newest = max(session_heads[-1], newest or session_heads[-1], key=lambda head: head.version)

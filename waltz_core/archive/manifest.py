@@ -266,20 +266,24 @@ class Manifest:
         for first, last in bounds:
             if first != listed_last + 1 or last < first:
                 raise BadFormat(
-                    f"manifest {name}: expected the next object to begin at transaction "
-                    f"{listed_last + 1}, found an object with transactions {first}..{last}"
+                    f"manifest {name}: expected the next page or object to begin at transaction "
+                    f"{listed_last + 1}, found one with transactions {first}..{last}"
                 )
             listed_last = last
-        if listed_last != self.last or not 0 <= self.first <= self.last + 1:
+        if listed_last != self.last:
             raise BadFormat(
-                f"manifest {name}: expected objects up to transaction {self.last} and a first "
-                f"available ID of at most {self.last + 1}, found objects up to transaction "
-                f"{listed_last} and the first available ID {self.first}"
+                f"manifest {name}: expected objects up to transaction {self.last}, found objects "
+                f"up to transaction {listed_last}"
+            )
+        if not 0 <= self.first <= self.last + 1:
+            raise BadFormat(
+                f"manifest {name}: expected a first available ID in 0..{self.last + 1}, found "
+                f"{self.first}"
             )
         if bounds and self.first < bounds[0][0]:
             raise BadFormat(
-                f"manifest {name}: expected an object that begins at the first available ID "
-                f"{self.first}, found none"
+                f"manifest {name}: expected objects from the first available ID {self.first} on, "
+                f"found objects from transaction {bounds[0][0]} on"
             )
 
 
@@ -403,12 +407,16 @@ def _page_from_json(values: object, name: str) -> PageEntry:
     return PageEntry(*_fields_of(values, PageEntry, name))
 
 
+_FIELD_OF_KIND: Final = {ObjectEntry: "objects", PageEntry: "pages", Expiry: "expiries"}
+
+
 def _fields_of(
     values: object, kind: type[ObjectEntry] | type[PageEntry] | type[Expiry], name: str
 ) -> tuple[Any, ...]:
     if not isinstance(values, dict) or set(values) != set(kind._fields):
         raise BadFormat(
-            f"manifest {name}: expected the values of {kind.__name__}, found {values!r:.200}"
+            f"manifest {name}: expected an entry of field {_FIELD_OF_KIND[kind]} with the keys "
+            f"{', '.join(kind._fields)}, found {values!r:.200}"
         )
     parsed_values: list[Any] = []
     for field in kind._fields:
@@ -422,7 +430,7 @@ def _fields_of(
                 parsed_values.append(_parse_whole_number(value))
         except (TypeError, ValueError) as error:
             raise BadFormat(
-                f"manifest {name}, field {field} of {kind.__name__}: {error}"
+                f"manifest {name}, key {field} of an entry of field {_FIELD_OF_KIND[kind]}: {error}"
             ) from error
     return tuple(parsed_values)
 

@@ -140,8 +140,8 @@ class RestoredRange:
             return None
         if not self.first <= last <= self.last:
             raise BadRequest(
-                f"partition {self._manifest.partition_id}: expected a last transaction to "
-                f"restore in {self.first}..{self.last}, the IDs in the archive, found {last}"
+                f"partition {self._manifest.partition_id}: expected one of the archived IDs "
+                f"{self.first}..{self.last} as the last transaction to restore, found {last}"
             )
         with self._reader() as reader:
             _, (batch,) = reader.lineage(last, last, 1)

@@ -60,8 +60,8 @@ class SavedManifest(NamedTuple):
         for previous, following in pairwise(entries):
             if following.first != previous.last + 1:
                 raise BadFormat(
-                    f"manifest {self.name}: expected the next page to begin at transaction "
-                    f"{previous.last + 1}, found a page that begins with transactions "
+                    f"manifest {self.name}: expected the next object to begin at transaction "
+                    f"{previous.last + 1}, found an object with transactions "
                     f"{following.first}..{following.last}"
                 )
         return entries

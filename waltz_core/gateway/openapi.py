@@ -90,7 +90,7 @@ _SCHEMAS: Final[dict[str, Any]] = {
         "additionalProperties": False,
     },
     "Outcome": {
-        "description": "A committed transaction has an ID. Another one has the fields of Error.",
+        "description": "A committed transaction has an ID. Any other has the fields of Error.",
         "type": "object",
         "properties": {
             "partition": _PARTITION,
@@ -120,7 +120,7 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "hint": _TEXT | {"description": "What to do."},
             "winner": _ID_OR_MARK | {"description": "The transaction that has written the lock."},
             "high_water_mark": _ID_OR_MARK
-            | {"description": "A mark of the log from which to compute the transaction again."},
+            | {"description": "Read the log up to this mark, then compute the transaction again."},
             "first_available": _ID_OR_MARK,
             "outcomes": {"type": "array", "items": {"$ref": "#/components/schemas/Outcome"}},
         },

@@ -41,7 +41,7 @@ def check_content_headers(headers: RequestHeaders) -> None:
     encodings = ", ".join(headers.getlist("content-encoding"))
     if encodings.lower() not in ("", "identity"):
         raise UnsupportedMediaType(
-            "header Content-Encoding", expected="none or identity", found=encodings
+            "header Content-Encoding", expected="no such header, or identity", found=encodings
         )
 
 
@@ -56,7 +56,7 @@ def check_local_host(
             "header Host",
             expected=f"an IP address or localhost, because {reason}",
             found=host,
-            hint="A proxy must replace the header by the address of the gateway.",
+            hint="A proxy must set this header to the address of the gateway.",
         )
 
 

@@ -242,8 +242,8 @@ def decode_control_slot(data: Bytes, position: int) -> ControlSlot:
         errors.append(f"expected a first transaction ID of at least 0, found {first}")
     if sessions_back > last_session + 1:
         errors.append(
-            "expected that the replica was last in sync at most "
-            f"{last_session + 1} sessions before its last session, found {sessions_back}"
+            "expected a last engaged session of at least 0, found "
+            f"{last_session + 1 - sessions_back}"
         )
     errors += _slot_value_errors(promised, last_session, mark, acked, damaged)
     return ControlSlot(

@@ -261,7 +261,7 @@ class ChainCheck:
             self._add_finding(
                 segment,
                 located_entry.offset,
-                f"entry {located_entry.position}, after batch {previous_last}: "
+                f"entry {located_entry.position}, after transaction {previous_last}: "
                 f"{'; '.join(located_entry.batch.errors)}",
                 is_error=self._is_error_at(lost_id),
             )

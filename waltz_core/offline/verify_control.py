@@ -256,7 +256,7 @@ def compare_log_with_control_files(
     elif expected.is_adopted:
         report.add_note(
             None,
-            "Waltz 0.13 has written to this log after this version; the next start of the storage "
+            "Waltz 0.13 was the last version to write to this log; the next start of the storage "
             "adopts the records",
         )
     elif info is not None and info.session != expected.slot.last_session:

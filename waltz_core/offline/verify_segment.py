@@ -186,8 +186,8 @@ class SegmentCheck:
             if times[suffix] == times[other]:
                 self._report[outlier].add_note(
                     _CREATION_TIME_OFFSET,
-                    f"header: created at {times[outlier]} ms, but {suffix} and {other} at "
-                    f"{times[suffix]}; this has no effect",
+                    f"header: the creation time is {times[outlier]} ms, but {times[suffix]} ms in "
+                    f"{suffix} and {other}; this has no effect",
                 )
 
     # ---- records
@@ -254,11 +254,11 @@ class SegmentCheck:
         tail = (
             ""
             if is_error
-            else ("; never acknowledged, so the next start of the storage truncates it")
+            else "; never acknowledged, so the next start of the storage truncates the log there"
         )
         what = (
-            f"bytes {gap.offset}..{gap.end - 1} have no valid record from {gap.first} on: "
-            f"{gap.reason}"
+            f"bytes {gap.offset}..{gap.end - 1} have no valid record from transaction {gap.first} "
+            f"on: {gap.reason}"
         )
         self._report[".seg"].add_finding(gap.offset, what + tail, is_error=is_error)
         return gap.first

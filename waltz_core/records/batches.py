@@ -371,8 +371,8 @@ def _flatbuffer_field(metadata: memoryview, table: int, slot: int) -> int | None
     vtable = table - to_vtable
     if vtable < 0:
         raise BadRequest(
-            "append batch: the metadata of the record batch is damaged (a table is before its "
-            "start)"
+            "append batch: the metadata of the record batch is damaged (the vtable of a table is "
+            "before the start of the metadata)"
         )
     (vtable_bytes,) = struct.unpack_from("<H", metadata, vtable)
     if 4 + 2 * slot >= vtable_bytes:

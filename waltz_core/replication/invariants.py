@@ -22,7 +22,7 @@ def check(store: PartitionStore) -> None:
         assert store.open_session_id is None
         assert store.readable_replicas == []
         return
-    assert session.ending is None, "an ended session is dropped in the step that ends it"
+    assert session.ending is None, "an ended session must be dropped in the same step"
     _check_untouched(session)
     engaged = session.engaged
     _check_engaged_only(session, engaged)
@@ -38,7 +38,7 @@ def _check_untouched(session: StoreSession) -> None:
             assert peer.stage not in MARKED_STAGES
     for peer in session.replicas.values():
         if peer.cannot_rejoin:
-            assert not peer.is_connected, "a replica that cannot rejoin is connected"
+            assert not peer.is_connected, "a replica that cannot rejoin must not be connected"
 
 
 def _check_engaged_only(session: StoreSession, engaged: list[ReplicaSession]) -> None:
@@ -75,6 +75,6 @@ def _check_commit_quorum(
         assert peer.synced_last < peer.next_id <= last + 1
     for peer in session.replicas.values():
         if peer.stage is _READY:
-            assert peer.next_id <= committed + 1, "a late replica has only committed batches"
+            assert peer.next_id <= committed + 1, "a late replica may have only committed batches"
     assert store.high_water_mark == committed
     assert store.next_transaction_id == last + 1

@@ -323,7 +323,7 @@ class PartitionStore:
 
     def _take_ownership(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
         """Own the partition and claim a session, unless generation and replicas are unchanged."""
-        assert replicas, "a partition has at least one replica"
+        assert replicas, "a partition must have at least one replica"
         assert len(set(replicas)) == len(replicas)
         if (generation, replicas) == (self._generation, self._replicas):
             return

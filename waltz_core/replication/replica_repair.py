@@ -428,16 +428,16 @@ class ReplicaRepair:
         if all(entry.session_id != RECONSTRUCTED for entry in own.lineage):
             return self._divergence_error()
         return DataLoss(
-            f"the replica has lost the batches up to transaction {self.last}, even those "
-            f"below its confirmed low-water mark {self._confirmed_mark}. Hint: restart the "
-            "storage; it then withdraws the low-water mark."
+            f"the replica has lost batches up to transaction {self.last}, even batches below its "
+            f"confirmed low-water mark {self._confirmed_mark}. Hint: restart the storage; it then "
+            "withdraws the low-water mark."
         )
 
     def _divergence_error(self) -> DataLoss:
         return DataLoss(
-            f"the replica cannot be repaired: its log up to transaction {self.last} and the "
-            "decided log have no common end of a batch at or above its confirmed low-water "
-            f"mark {self._confirmed_mark}"
+            "the replica cannot be repaired: from its confirmed low-water mark "
+            f"{self._confirmed_mark} to its last transaction {self.last}, its log has no batch end "
+            "in common with the decided log"
         )
 
 

@@ -123,8 +123,9 @@ def claim_rejection(
     ahead = [name for name in replicas if promised.get(name, last_session) > last_session]
     if len(ahead) > len(replicas) - quorum:
         return (
-            f"replicas {', '.join(ahead)} have store sessions after {last_session}, the last one "
-            "in ZooKeeper: ZooKeeper's data was lost or rolled back"
+            f"replicas {', '.join(ahead)} have promised store sessions after {last_session}, but "
+            f"in ZooKeeper the last session is {last_session}: ZooKeeper's data was lost or rolled "
+            "back"
         )
     return None
 

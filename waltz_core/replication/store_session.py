@@ -303,7 +303,7 @@ class StoreSession:
     def submit(self, batch: Batch, now_ms: int) -> None:
         """Append a batch: send it to all engaged replicas (J)."""
         assert self.window is not None
-        assert self.is_settled, "nothing is appended before earlier sessions are settled"
+        assert self.is_settled, "earlier sessions must be settled first"
         self.window.add(batch, self.claim.session_id, now_ms)
         if self._archiver.has_archive:
             self._archiver.on_batch_submitted(batch)
@@ -348,7 +348,7 @@ class StoreSession:
         for replica, peer in self.replicas.items():
             if states.get(replica) != self._engaged_state or peer.stage is ReplicaStage.ENGAGED:
                 continue
-            assert peer.stage is ReplicaStage.READY, "rule 6: it was not lost since"
+            assert peer.stage is ReplicaStage.READY, "rule 6: the replica was lost"
             peer.stage = ReplicaStage.ENGAGED
             peer.send_request(messages.Engage, goal.mark, now_ms=now_ms)
         if self.window is None:

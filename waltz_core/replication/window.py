@@ -85,7 +85,7 @@ class SessionWindow:
 
     def add(self, batch: Batch, session_id: SessionId, now_ms: int) -> WindowBatch:
         """Add the next batch and compute the hash chain after it."""
-        assert batch.first == self.last + 1, "IDs must be dense"
+        assert batch.first == self.last + 1, "IDs must be consecutive"
         assert batch.last >= batch.first
         assert len(batch.lengths) == 4 * (batch.last - batch.first + 1)
         assert len(batch.records) >= RECORD_OVERHEAD_BYTES

@@ -181,8 +181,8 @@ class AvroSchemaCheck:
         checked, size = self._check_type(schema, namespace, depth - 1)
         if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
             raise BadFormat(
-                "Avro schema: an array or a map has elements that may have no bytes, or more than "
-                f"{VALUES_PER_BYTE} values for each byte; this is not supported"
+                "Avro schema: an element of an array or a map may have no bytes, or more than "
+                f"{VALUES_PER_BYTE} values for each of its bytes; this is not supported"
             )
         return checked, _flat_size(1)._replace(depth=1 + size.depth)
 

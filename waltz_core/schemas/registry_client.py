@@ -100,7 +100,10 @@ class SchemaRegistry:
             request_fields["schemaType"] = kind.value
         reply = lookup.send_request(f"/subjects/{quote(subject, safe='')}/versions", request_fields)
         if reply is None:
-            raise BadConfig(f"the schema registry at {self} has no subjects: {request_fields}")
+            raise BadConfig(
+                f"the schema registry at {self} cannot register a schema under subject "
+                f"{subject!r}: expected a schema ID, found status 404"
+            )
         return RegisteredSchema(_schema_id(reply, str(self)), kind, text)
 
     def send_to_any_address(self, path: str, body: bytes | None, deadline_s: float) -> "HttpAnswer":

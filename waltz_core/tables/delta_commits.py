@@ -64,5 +64,5 @@ def find_newest_commit(
             commit for commit in between if commit.follower or commit.is_replacement
         ]
     metadata = commits[own_indexes[0]].metadata
-    assert metadata is not None, "it has the name of the follower"
+    assert metadata is not None, "the metadata contain the name of the follower"
     return metadata, commits_to_check

@@ -81,7 +81,7 @@ class FollowedParquetTable:
     def __init__(self, uri: str, schema: ArrowSchema | None, rules: ChangeRules) -> None:
         if rules.key or rules.delete_headers or rules.delete_where:
             raise BadConfig(
-                "a Parquet table only gains rows: expected no key and no rules for deletes, found "
+                "a Parquet table is append-only: expected no key and no rules for deletes, found "
                 f"{'a key' if rules.key else 'rules for deletes'}. {_DELTA_HINT}"
             )
         self._schema = None if schema is None else with_position_columns(schema)

@@ -358,10 +358,9 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
     columns = pa.schema([part for part in result_schema if part.name not in (*_POSITION, DELETED)])
     if not columns.names:
         raise BadRequest(
-            f"changes function {name}: expected columns of the table in its result without "
-            f"transactions, found {_names_text(result_schema.names)}. Hint: return a table with "
-            "all "
-            "columns even if there are no transactions, for example "
+            f"result of the changes function {name} for an input without transactions: expected "
+            f"columns of the table, found {_names_text(result_schema.names)}. Hint: return a table "
+            "with all columns even if there are no transactions, for example "
             "pyarrow.Table.from_pylist(rows, schema=...)."
         )
     try:
@@ -405,7 +404,8 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     if DELETED not in names:
         return result.append_column(_DELETED_FIELD, pa.array(np.zeros(len(result), dtype=np.bool_)))
     if result[DELETED].type != pa.bool_() or result[DELETED].null_count:
-        found_text = f"{result[DELETED].type} or nulls"
+        kind = result[DELETED].type
+        found_text = "a null" if kind == pa.bool_() else str(kind)
         raise _bad_result_error(name, rows, f"true or false in column {DELETED!r}", found_text)
     return result
 
@@ -430,7 +430,7 @@ def _bad_result_error(name: str, rows: ArrowTable, expected: str, found_text: st
 
 
 def _rows_text(rows: ArrowTable) -> str:
-    return f" for transactions from {_row_text(rows, 0)} on" if rows.num_rows else ""
+    return f" (first transaction: {_row_text(rows, 0)})" if rows.num_rows else ""
 
 
 def _names_text(names: Iterable[str]) -> str:

@@ -161,7 +161,7 @@ async def dial(
                     await dialing.send_token(link, token)
         except TimeoutError as error:
             raise Unreachable(
-                f"{address} did not accept a connection and send its hello message within "
+                f"{address} did not accept a connection, or did not send its hello message, within "
                 f"{timeout_s} s"
             ) from error
         except OSError as error:

@@ -285,10 +285,10 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
     for attempt in range(1, 6):
         before = all_files(store)
         with pytest.raises(
-            BadRequest, match=r"/5-10-.* session 10 has version 5, .* session 9 has version 6.*back"
+            BadRequest, match=r"from 6 \(session 9, .*\) to 5 \(session 10, .*/5-10-.*\).*back"
         ):
             run(store, collection_job(newer_manifest, attempt=attempt))
-        with pytest.raises(BadRequest, match=r"of the earlier session 9 has version 6"):
+        with pytest.raises(BadRequest, match=r"decreased from 6 \(session 9, "):
             run(store, collection_job(newer_manifest, session=11, nonce=NONCE, attempt=0))
         assert all_files(store) == before
         newer_manifest = upload_in_session_10(store, newer_manifest, attempt=attempt)

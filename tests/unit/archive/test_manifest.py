@@ -117,15 +117,16 @@ def test_a_changed_byte_is_found():
     ("wrong", "problem"),
     [
         ({"last": 40}, "expected objects up to transaction 40"),
-        ({"first": 31}, "found objects up to transaction 29 and the first available ID 31"),
-        ({"newest_objects": (entry(0), entry(2))}, "10, found an object with transactions 20..29"),
+        ({"first": 31}, r"expected a first available ID in 0\.\.30, found 31"),
+        ({"first": -1}, r"expected a first available ID in 0\.\.30, found -1"),
+        ({"newest_objects": (entry(0), entry(2))}, "10, found one with transactions 20..29"),
         (
             {"newest_objects": (entry(1), entry(2)), "first": 5},
-            "begins at the first available ID 5, found none",
+            "objects from the first available ID 5 on, found objects from transaction 10 on",
         ),
         (
             {"newest_objects": (entry(0)._replace(last=-1), entry(1), entry(2))},
-            "0, found an object with transactions 0..-1",
+            "0, found one with transactions 0..-1",
         ),
     ],
 )
@@ -149,11 +150,11 @@ def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
         (b"{", "manifest m: "),
         (
             manifest_with_objects(1).to_bytes()[9:].replace(b'"file_crc":77', b'"file_crc":true'),
-            "file_crc of",
+            "key file_crc of an entry of field objects: expected a number",
         ),
         (
             manifest_with_objects(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'),
-            "expected the values of ObjectEntry",
+            "expected an entry of field objects with the keys name, first, ",
         ),
         (
             manifest_with_objects(1).to_bytes()[9:].replace(b'"pages":[]', b'"pages":{}'),

@@ -142,7 +142,7 @@ def test_the_end_of_a_restored_range_is_always_the_end_of_a_batch(store, log):
     assert restored.batch_end_at(-1) is None
     with pytest.raises(
         BadRequest,
-        match=rf"to restore in 0\.\.{4 * ROWS_PER_OBJECT - 1}.*found "
+        match=rf"archived IDs 0\.\.{4 * ROWS_PER_OBJECT - 1} as .*found "
         rf"{4 * ROWS_PER_OBJECT}",
     ):
         restored.batch_end_at(4 * ROWS_PER_OBJECT)
@@ -227,8 +227,7 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
     assert restored.first == ROWS_PER_OBJECT
     with pytest.raises(
         BadRequest,
-        match=r"expected a last transaction to restore in "
-        rf"{ROWS_PER_OBJECT}\.\.",
+        match=rf"expected one of the archived IDs {ROWS_PER_OBJECT}\.\.",
     ):
         restored.batch_end_at(ROWS_PER_OBJECT - 1)
     written_manifest = restored.write_manifest(

@@ -14,7 +14,7 @@ ARGUMENTS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
     ("more", "message"),
     [
         (["--key", "id"], "key: expected column names, each once"),
-        (["--format", "parquet"], "a Parquet table only gains rows: expected no key"),
+        (["--format", "parquet"], "a Parquet table is append-only: expected no key"),
         (["--key", "no"], "key: expected columns of the table, found 'no'. Hint: declare this"),
         (["--column", "a:int46"], "--column a: expected one of the types"),
         (["--column", "ID:int64"], "does not distinguish upper and lower case"),

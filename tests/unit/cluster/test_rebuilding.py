@@ -51,7 +51,7 @@ def test_fewer_than_a_quorum_may_be_missing():
         errors.BadRequest, match=r"7: only 1 of 3 replicas have a trusted log .* \(A\)"
     ):
         choose({"A": log(5, 10)}, unanswered=["B", "C"])
-    with pytest.raises(errors.BadRequest, match="Fewer than 2 replicas may be missing"):
+    with pytest.raises(errors.BadRequest, match="only if fewer than 2 replicas lack such a log"):
         choose({"A": log(5, 10)})
     with pytest.raises(errors.BadRequest, match="0 of 1 replicas have"):
         choose({}, count=1)
@@ -147,7 +147,7 @@ def test_the_rebuilt_metadata_names_one_replica():
 def test_other_logs_with_more_or_later_data_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
     assert rebuilding.describe_missing_in_chosen(logs["B"], logs) == [
-        "replica C has store session 6 as its last one, but the chosen log has 5"
+        "the last store session of replica C is 6, but that of the chosen log is 5"
     ]
     reason = "replica B has transactions 11..12, which the chosen log does not have"
     assert rebuilding.describe_missing_in_chosen(logs["A"], logs)[0] == reason

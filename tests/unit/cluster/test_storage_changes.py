@@ -203,7 +203,7 @@ async def test_a_step_with_too_many_new_replicas_is_rejected(cluster):
         )
         return StorageLayout(moved_assignment, old.groups, old.admin_ports)
 
-    with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
+    with pytest.raises(errors.BadRequest, match="partition 0: in one step, 2 of the 3 replicas"):
         await cluster.coordinator.storages.change_layout(change)
 
 

@@ -106,7 +106,7 @@ RECORDS = {
         lambda s: truncate_file(segment_path(s, 2), 30),
         [
             (
-                f"{THREE}.seg at 806: bytes 806..872 have no valid record from 35 on: "
+                f"{THREE}.seg at 806: bytes 806..872 have no valid record from transaction 35 on: "
                 "expected a record with at most 27 bytes of data"
             ),
             (f"{THREE}.idx at 216: expected 216 bytes, for the index of 11 records, found 224"),
@@ -121,8 +121,8 @@ RECORDS = {
         lambda s: segment_path(s, 2).write_bytes(segment_path(s, 2).read_bytes() + b"x" * 50),
         [
             (
-                f"{THREE}.seg at 903: bytes 903..952 have no valid record from 36 on: expected "
-                "transaction ID 36, found 8"
+                f"{THREE}.seg at 903: bytes 903..952 have no valid record from transaction 36 on: "
+                "expected transaction ID 36, found 8"
             )
         ],
     ),
@@ -163,7 +163,7 @@ OTHER_FILES = {
     ),
     "a batch": (
         lambda s: flip_byte(segment_path(s, 2, ".chn"), 64 + 8),
-        [f"{THREE}.chn at 64: entry 0, after batch 22: expected CRC"],
+        [f"{THREE}.chn at 64: entry 0, after transaction 22: expected CRC"],
     ),
     "no batches": (
         lambda s: segment_path(s, 1, ".chn").unlink(),
@@ -177,8 +177,8 @@ OTHER_FILES = {
             + segment_path(s, 1, ".chn").read_bytes()[64:128],
         ),
         [
-            f"{TWO}.chn at 64: entry 0, after batch 8: expected CRC",
-            f"{TWO}.chn at 128: entry 1, after batch 8: expected CRC",
+            f"{TWO}.chn at 64: entry 0, after transaction 8: expected CRC",
+            f"{TWO}.chn at 128: entry 1, after transaction 8: expected CRC",
         ],
     ),
     "one control slot": (
@@ -311,7 +311,7 @@ def test_a_slot_that_contradicts_the_log_is_reported(storage):
 def test_sessions_of_the_two_control_files_are_compared(storage):
     write_slot(storage, last_session=0, engaged=0)
     adopts = (
-        "Waltz 0.13 has written to this log after this version; the next start of the storage "
+        "Waltz 0.13 was the last version to write to this log; the next start of the storage "
         "adopts the records"
     )
     assert verification_texts(storage) == ([], [f"{SLOTS}: {adopts}"])
@@ -388,7 +388,7 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     wrong, notes = verification_texts(directory)
     assert wrong == []
     assert any(
-        "never acknowledged, so the next start of the storage truncates it" in note
+        "never acknowledged, so the next start of the storage truncates the log there" in note
         for note in notes
     )
     assert (

@@ -377,7 +377,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim(world):
         world.wait(world.limits.useful_session_ms)
     assert world.store.open_session_id is None
     assert any(
-        "99" not in report["reason"] and "have store sessions after" in report["reason"]
+        "99" not in report["reason"] and "have promised store sessions after" in report["reason"]
         for report in world.reports("partition.open_failed")
     )
     assert world.metadata.session_id < 99

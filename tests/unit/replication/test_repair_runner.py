@@ -235,7 +235,7 @@ def test_a_replica_that_diverges_below_its_mark_is_rejected():
     world.storages[C].disk = replace(diverged, entries=other.storages[C].disk.entries, confirmed=15)
     world.step(session_events.Checkpoint())
     world.run_for(100)
-    assert "no common end of a batch" in world.reports("replica.rejected")[-1]["reason"]
+    assert "no batch end in common" in world.reports("replica.rejected")[-1]["reason"]
     assert world.store.readable_replicas == [A, B]
     assert world.storages[C].last == 15
 

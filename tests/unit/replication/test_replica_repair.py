@@ -478,7 +478,7 @@ def test_lost_batches_are_not_truncated_if_the_mark_is_within_them():
     lose_batches(replica, 3, 5)
     repair = repair_of(replica)
     with pytest.raises(
-        DataLoss, match=r"up to transaction 5, even those below .* 4\. Hint: restart"
+        DataLoss, match=r"up to transaction 5, even batches below .* 4\. Hint: restart"
     ):
         run_repair(repair, replica, source, RepairGoal(5, source.chain))
     assert replica.last == 5
@@ -486,7 +486,7 @@ def test_lost_batches_are_not_truncated_if_the_mark_is_within_them():
 
 def test_a_diverged_batch_is_not_truncated_if_the_mark_is_within_it():
     replica, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
-    with pytest.raises(DataLoss, match="no common end of a batch"):
+    with pytest.raises(DataLoss, match="no batch end in common"):
         run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
     assert replica.last == 5
 
@@ -573,7 +573,7 @@ def test_a_log_that_differs_below_the_start_of_all_sources_is_truncated_and_rese
 def test_a_log_that_differs_below_its_own_mark_is_not_reset():
     source, goal = source_with_later_start(5, *LONG)
     replica = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=6)
-    with pytest.raises(DataLoss, match="no common end of a batch"):
+    with pytest.raises(DataLoss, match="no batch end in common"):
         run_repair(repair_of(replica), replica, source, goal)
     assert replica.payloads() == [1, 2, 3, 40, 50, 60, 70]
 

@@ -223,8 +223,11 @@ def doubling_schema() -> object:
         ({"type": "array", "items": "null"}, "may have no bytes"),
         ({"type": "array", "items": record()}, "may have no bytes"),
         ({"type": "array", "items": fixed(0)}, "may have no bytes"),
-        ({"type": "array", "items": record("int", *["null"] * 16)}, "16 values for each byte"),
-        ({"type": "map", "values": record(*["null"] * 16)}, "16 values for each byte"),
+        (
+            {"type": "array", "items": record("int", *["null"] * 16)},
+            "16 values for each of its bytes",
+        ),
+        ({"type": "map", "values": record(*["null"] * 16)}, "16 values for each of its bytes"),
         (fixed(1 << 40), "no valid size"),
         (fixed(-1), "no valid size"),
         ([], "expected a union with at least one type, found an empty one"),

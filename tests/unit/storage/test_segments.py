@@ -147,7 +147,7 @@ def test_damage_across_two_segments_is_repaired():
     disk.lose_power(Survival.NOTHING, Random(1))
     assert reopen(disk, 0, 3, 5).read(0, 8)[0] == records
     run, lengths = make_run(1, [21])
-    with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
+    with pytest.raises(BadFormat, match="60 bytes, found 61 bytes"):
         reopen(disk, 0, 3, 5).fill(1, lengths, memoryview(run), IdRange(1, 1))
 
 

@@ -142,7 +142,7 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
         assert (log.max_id, log.suspect, log.last_session) == (-1, True, -1)
         for session in (6, 7):
             with pytest.raises(
-                SessionFenced, match="expected a store session above the promised one, 7"
+                SessionFenced, match="expected a store session above the promised session 7"
             ):
                 log.prepare(session, KEY)
         engine.close()

@@ -377,7 +377,7 @@ def test_keys_and_deletes_are_rejected(tmp_path: Path):
         ChangeRules((), [9]),
         ChangeRules((), (), parse_condition("a")),
     ):
-        with pytest.raises(BadConfig, match=r"only gains rows: .*\. Hint: use a Delta table"):
+        with pytest.raises(BadConfig, match=r"is append-only: .*\. Hint: use a Delta table"):
             FollowedParquetTable(str(tmp_path), SCHEMA, rules)
     table = open_table(str(tmp_path))
     table.create(START)

@@ -272,7 +272,7 @@ def _with(rows: pa.Table, name: str, values: list, kind: pa.DataType) -> pa.Tabl
 PREFIX = f"result of the changes function {NAME}: expected "
 FILE = "test_row_changes.py"
 ROWS_PREFIX = (
-    f"result of the changes function {NAME} for transactions from partition 0, transaction 0 "
+    rf"result of the changes function {NAME} \(first transaction: partition 0, transaction 0\)"
 )
 
 
@@ -294,35 +294,35 @@ ROWS_PREFIX = (
         ),
         (
             lambda rows: _with(rows, DELETED, [1], pa.int8()),
-            f"{PREFIX}true or false in column",
+            f"{PREFIX}true or false in column '_deleted', found int8",
         ),
         (
             lambda rows: rows.select(["partition", "transaction_id"]),
-            f"changes function {NAME}: expected columns of the table in its result without trans",
+            f"the changes function {NAME} for an input without transactions: expected columns of",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [1], pa.int64()),
-            f"{ROWS_PREFIX}on: expected changes only for .* found partition 0, transaction 1",
+            f"{ROWS_PREFIX}: expected changes only for .* found partition 0, transaction 1",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [None], pa.int64()),
-            f"{ROWS_PREFIX}on: expected partition and transaction_id in each row, found a null",
+            f"{ROWS_PREFIX}: expected partition and transaction_id in each row, found a null",
         ),
         (
             lambda rows: _with(rows, DELETED, [None], pa.bool_()),
-            f"{ROWS_PREFIX}on: expected true or false in column '_deleted'",
+            f"{ROWS_PREFIX}: expected true or false in column '_deleted'",
         ),
         (
             lambda rows: rows if not rows.num_rows else rows.drop_columns(["op"]),
-            f"{ROWS_PREFIX}on: expected the columns _deleted, .*, op, .*, found",
+            f"{ROWS_PREFIX}: expected the columns _deleted, .*, op, .*, found",
         ),
         (
             lambda rows: rows if not rows.num_rows else _with(rows, "op", [5], pa.int64()),
-            f"{ROWS_PREFIX}on: expected type string of column 'op', found int64",
+            f"{ROWS_PREFIX}: expected type string of column 'op', found int64",
         ),
         (
             lambda rows: rows.slice(0, 0 if not rows.num_rows else 1 // 0),
-            rf"transaction 0 on: .* the function raised ZeroDivisionError: .*{FILE}, line \d+\)",
+            rf"transaction 0\): .* the function raised ZeroDivisionError: .*{FILE}, line \d+\)",
         ),
     ],
 )

@@ -549,8 +549,8 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     assert type(denied) is PermissionDenied
     assert str(denied) == (
         "AppendRequest requires the verb append for partition 9, but spark-etl has no "
-        "grant of append there. Hint: `waltz-core access grant` grants the verb; a client that has "
-        "permissions for some partitions only must name them (docs/access.md)."
+        "grant of append there. Hint: `waltz-core access grant` grants the verb; a client with "
+        "permissions for only some partitions must name them in its requests (docs/access.md)."
     )
     assert isinstance(access.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
     assert access.denial(ServerPartitionsRequest(REQ_ID)) is None  # any verb, for any partition

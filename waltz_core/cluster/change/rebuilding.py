@@ -193,9 +193,9 @@ def choose_log(
             f"partition {partition_id}: only {len(current)} of {replica_count} replicas have "
             f"a trusted log of the last store session ({', '.join(current) or 'none'}); "
             f"replicas without a trusted log: {', '.join(untrusted) or 'none'}; replicas that "
-            f"were only in older sessions: {', '.join(older) or 'none'}. Fewer than {quorum} "
-            "replicas may be missing. Hint: start more of their storages, or choose a log with "
-            f"`cluster accept-replicas {partition_id}`."
+            f"were only in older sessions: {', '.join(older) or 'none'}. The log can be chosen "
+            f"automatically only if fewer than {quorum} replicas lack such a log. Hint: start more "
+            f"of their storages, or choose a log with `cluster accept-replicas {partition_id}`."
         )
     ranked = sorted(trusted, key=lambda replica: trusted[replica].rank, reverse=True)
     members = _choose_members(ranked, groups, replica_count)
@@ -221,8 +221,8 @@ def describe_missing_in_chosen(
     for name, log in logs.items():
         if log.last_session > chosen_log.last_session:
             texts.append(
-                f"replica {name} has store session {log.last_session} as its last one, but "
-                f"the chosen log has {chosen_log.last_session}"
+                f"the last store session of replica {name} is {log.last_session}, but that of the "
+                f"chosen log is {chosen_log.last_session}"
             )
         if log.last_synced_id > chosen_log.last_synced_id:
             first = chosen_log.last_synced_id + 1

@@ -250,7 +250,6 @@ def check_replica_change(
         added = [address for address in after if address not in before]
         if before and len(added) >= len(after) // 2 + 1:
             raise errors.BadRequest(
-                f"partition {partition_id} would get {len(added)} new replicas of "
-                f"{len(after)} in one step: expected fewer than a quorum. Hint: change one "
-                "replica at a time."
+                f"partition {partition_id}: in one step, {len(added)} of the {len(after)} replicas "
+                "would be new: expected fewer than a quorum. Hint: change one replica at a time."
             )

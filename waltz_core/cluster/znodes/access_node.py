@@ -138,7 +138,7 @@ def _parse_grant(value: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
         grantee = _parse_principal(node["principal"])
     verb = _parse_text(node["verb"], "verb")
     verbs = [access_verb.value for access_verb in AccessVerb]
-    _expect(verb in verbs, f"a verb of {', '.join(verbs)}", verb)
+    _expect(verb in verbs, f"one of the verbs {', '.join(verbs)}", verb)
     return Grant(grantee, is_group, AccessVerb(verb), _parse_partitions(node["partitions"]))
 
 
@@ -165,7 +165,8 @@ def _parse_limits(name: str, node_value: object) -> PrincipalLimits:
     if name != DEFAULT_LIMITS_KEY:
         _parse_principal(name)
     node = _parse_object(node_value, f"limits of {name}", None)
-    _expect(set(node) <= set(_LIMIT_NAMES), f"limits of {', '.join(_LIMIT_NAMES)}", sorted(node))
+    expected = f"only the limits {', '.join(_LIMIT_NAMES)}"
+    _expect(set(node) <= set(_LIMIT_NAMES), expected, sorted(node))
     return PrincipalLimits(
         **{key: _parse_integer(value, key, minimum=1) for key, value in node.items()}
     )

@@ -715,7 +715,7 @@ def _add_operation(
 
 def _conflict_message(operation: Operation, error: Exception) -> str:
     if isinstance(operation, CreateNode):
-        expected = "expected that the parent znode exists and the znode does not"
+        expected = "expected an existing parent and no znode with this path"
     else:
         expected = f"expected version {operation.version}"
     return f"{operation.path}: {expected}, found {type(error).__name__}"

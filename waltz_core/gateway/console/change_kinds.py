@@ -111,7 +111,7 @@ CHANGE_KINDS: Final = {
                     "replacement",
                     "successor",
                     ParameterKind.ADDRESS,
-                    "host:port of its replacement; the same address for an empty storage there",
+                    "host:port of its replacement; the old one if an empty storage starts there",
                 ),
                 _ADMIN_PORT,
             ),

@@ -531,7 +531,7 @@ class Partition:
             return
         if event.has_unknown_outcomes:
             self._release_partition(
-                "batches of an earlier store session are before the start of the log"
+                "no storage could return the batches of an earlier store session"
             )
             return
         follows_own_session = (

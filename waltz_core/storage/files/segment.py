@@ -356,9 +356,10 @@ class Segment:
         fills_hole = count == hole.last - hole.first + 1
         is_at_end = hole.last == self.last
         if not is_at_end and (filled_end > end or (fills_hole and filled_end < end)):
+            at_most = "" if fills_hole else "at most "
             raise BadFormat(
-                f"records {hole.first}..{hole.last}: expected {end - start} bytes, "
-                f"found {len(records)} for {count} records"
+                f"damaged records {hole.first}..{hole.last}: expected a replacement of {at_most}"
+                f"{end - start} bytes, found {len(records)} bytes in {count} records"
             )
         if is_at_end:
             self.size_bytes = filled_end if fills_hole else max(filled_end, end)

@@ -270,7 +270,7 @@ class PartitionLog:
         if not is_same and session <= slot.promised:
             raise SessionFenced(
                 f"partition {self.partition_id}: expected a store session above the promised "
-                f"one, {slot.promised}, found {session}",
+                f"session {slot.promised}, found {session}",
                 slot.promised,
             )
         if not is_same:

@@ -250,9 +250,10 @@ class LogReader:
         if whole_batches:
             entry = self._read_with_repair(first, first, lambda: self._segments.entry_of(first))
             if entry is None or entry.first != first:
+                found_text = "none" if entry is None else f"batch {entry.first}..{entry.last}"
                 raise BadRequest(
                     f"partition {self.partition_id}: expected a batch that begins at "
-                    f"transaction {first}, found {entry and (entry.first, entry.last)}"
+                    f"transaction {first}, found {found_text}"
                 )
             last = entry.last
         for damaged in self._slots.slot.damaged:

@@ -373,8 +373,8 @@ class ConnectionAccess:
             scope_text = f"partition {partition}"
             if any(self._current_grants.ranges_by_verb.get(verb) for verb in requirement.verbs):
                 hint += (
-                    "; a client that has permissions for some partitions only must name them "
-                    "(docs/access.md)"
+                    "; a client with permissions for only some partitions must name them in its "
+                    "requests (docs/access.md)"
                 )
         verbs_text = (" and " if requirement.needs_all else " or ").join(
             verb.value for verb in requirement.verbs

@@ -269,8 +269,8 @@ class LinkLimits:
             self._links[largest] = 0
             largest.abort(
                 "the incomplete messages of all connections exceed "
-                f"{self._incomplete_bytes_max} bytes, and this connection has the most of them "
-                "among the connections of its principal"
+                f"{self._incomplete_bytes_max} bytes, and this connection has the most of "
+                "these bytes among the connections of its principal"
             )
 
     def _find_largest(self) -> LimitedLink:
