@@ -129,7 +129,7 @@ class LateLoop:
 
 
 @run_on_virtual_loop
-async def test_appends_delayed_twice_are_resent_even_on_a_late_loop():
+async def test_appends_that_are_delayed_twice_are_resent_even_if_the_event_loop_is_late():
     author = Author()
     author.appends._loop = LateLoop()
     for data in (b"one", b"two"):
@@ -201,7 +201,9 @@ async def test_a_batch_waits_for_delayed_appends(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_a_waiting_batch_fails_when_its_connection_or_its_order_ends(monkeypatch):
+async def test_a_waiting_batch_fails_if_its_partition_is_abandoned_or_its_order_has_lost_rows(
+    monkeypatch,
+):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
     author.append()
@@ -266,7 +268,7 @@ async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
 
 @pytest.mark.parametrize("rows", [1, 9])
 @run_on_virtual_loop
-async def test_appends_keep_their_order_and_contexts_do_not(rows):
+async def test_appends_keep_their_order_but_attempts_of_contexts_do_not(rows):
     for is_attempt in (False, True):
         author = Author(batch_rows=rows, batch_bytes=1 << 20)
         for _ in range(rows):

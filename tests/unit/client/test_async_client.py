@@ -99,7 +99,7 @@ class FixedPartition(TransactionContext):
 
 
 @run_on_virtual_loop
-async def test_a_client_of_some_partitions_appends_only_to_them():
+async def test_a_client_that_is_opened_for_some_partitions_appends_only_to_them():
     async with (
         memory_cluster(partition_count=4) as cluster,
         cluster.client().open_during() as whole,
@@ -242,7 +242,7 @@ async def test_rows_do_not_wait_long_for_a_slow_answer():
 
 
 @run_on_virtual_loop
-async def test_the_partition_is_that_of_the_first_lock_or_round_robin():
+async def test_an_append_goes_to_the_partition_of_its_first_lock_or_round_robin():
     async with (
         memory_cluster(partition_count=4) as cluster,
         cluster.client().open_during() as client,
@@ -693,7 +693,7 @@ async def test_a_feed_waits_for_unavailable_data_without_a_limit():
 
 
 @run_on_virtual_loop
-async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
+async def test_a_feed_catches_up_after_an_outage_and_then_continues():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         rows = 10_000
         payload = batch_of(*[b""] * rows, header=3)
@@ -754,7 +754,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
 
 
 @run_on_virtual_loop
-async def test_ranges_are_dense_chunks_until_the_reader_or_the_client_closes():
+async def test_a_range_read_returns_dense_chunks_until_the_reader_or_the_client_closes():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         for i in range(10):
             payload = batch_of(*(b"%d-%d" % (i, j) for j in range(100)))

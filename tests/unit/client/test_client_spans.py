@@ -64,7 +64,7 @@ async def test_the_span_of_an_append_is_a_child_of_the_callers_span():
 
 
 @run_on_virtual_loop
-async def test_the_span_of_a_rejected_append_has_an_error_and_that_of_a_batch_its_row_count():
+async def test_spans_show_the_error_of_a_rejected_append_and_the_row_count_of_a_batch():
     async with memory_cluster() as cluster, cluster.client(TRACED_CONFIG).open_during() as client:
         locks = [lock("seat", 1)]
         await (

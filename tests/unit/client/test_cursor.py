@@ -101,7 +101,9 @@ values_of_a_log = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 @settings(max_examples=40)
 @given(values_of_a_log, st.sets(st.integers(0, 3), min_size=1), st.data())
-def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, drawn):
+def test_a_filtered_feed_stays_dense_with_any_frames_and_repeated_transactions(
+    values, wanted, drawn
+):
     wanted = tuple(sorted(wanted))
     cursor = filtered_cursor(*wanted)
     found, at = [], 0

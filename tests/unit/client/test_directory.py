@@ -149,7 +149,7 @@ def test_an_owner_in_an_unsettled_view_is_ignored():
     assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
-def test_the_current_owner_is_read_after_all_writes_from_a_settled_view():
+def test_owner_now_reads_the_latest_view_and_rejects_an_unsettled_view():
     requests = []
 
     class ZooKeeper:
@@ -332,7 +332,7 @@ class UnsettledZooKeeper(OutdatedZooKeeper):
         return view(is_settled=False)
 
 
-def test_a_new_session_does_not_repeat_reports(monkeypatch):
+def test_a_reopened_directory_forgets_the_owners_of_the_earlier_session(monkeypatch):
     """The earlier session may have been at another cluster."""
 
     async def connect(*_place, **_options):
@@ -429,7 +429,7 @@ def test_closing_ends_requests_that_wait_for_zookeeper(monkeypatch):
     run_in_virtual_time(look_up_and_close())
 
 
-def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
+def test_a_client_with_a_layout_opens_zookeeper_with_its_own_timeouts(monkeypatch):
     async def connect(*_place, **options):
         requests.append(options)
         return OutdatedZooKeeper()
@@ -500,7 +500,7 @@ def reopen_after_missing_cluster(zookeeper):
     return run_in_virtual_time(open_and_lose_cluster())
 
 
-def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
+def test_a_directory_uses_a_cluster_again_that_was_rebuilt_with_the_same_key():
     zookeeper = RebuiltZooKeeper()
     directory = reopen_after_missing_cluster(zookeeper)
     assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
@@ -528,7 +528,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
             run_in_virtual_time(look_up())
 
 
-def test_a_new_cluster_at_the_root_of_a_missing_one_is_rejected():
+def test_a_cluster_with_another_key_at_the_root_of_a_missing_cluster_is_rejected():
     zookeeper = RebuiltZooKeeper()
     directory = reopen_after_missing_cluster(zookeeper)
     zookeeper.key = UUID(int=8)

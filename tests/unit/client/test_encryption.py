@@ -95,7 +95,7 @@ def stored_payloads(waltz: MemoryWaltz) -> list[bytes]:
     return [transaction.data for transaction in waltz.transactions(0)]
 
 
-def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Path) -> None:
+def test_the_log_contains_envelopes_but_feeds_and_reads_return_payloads(directory: Path) -> None:
     with waltz_and_client(directory) as (waltz, client):
         client.append(b"one", header=7).result()
         client.append(b"two", encryption_key_id="b").result()
@@ -116,7 +116,7 @@ def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Pat
         assert [row.data for row in chunk.rows()] == stored_payloads(waltz)
 
 
-def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
+def test_data_is_none_with_a_reason_if_the_key_is_missing(directory: Path) -> None:
     with waltz_and_client(directory) as (waltz, client):
         client.append(b"one").result()
         client.append(b"two", encryption_key_id="b").result()

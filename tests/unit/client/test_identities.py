@@ -72,7 +72,7 @@ async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
 
 
 @run_on_virtual_loop
-async def test_without_a_newer_server_the_id_comes_from_zookeeper():
+async def test_without_a_server_that_issues_ids_the_id_comes_from_zookeeper():
     old, older = Link("one:1", None), Link("two:1", None)
     assert await LinksAndDirectory(old, older).ids().get(old, replaced_id=-1) == ClientIdentity(
         5, NO_PROOF

@@ -79,7 +79,7 @@ def test_json_payloads_keep_their_types(client: WaltzClient):
     assert str(table["price"][0]) == "0.10"
 
 
-def test_a_key_in_another_case_is_another_column(client: WaltzClient):
+def test_a_scan_matches_payload_keys_and_columns_case_sensitively(client: WaltzClient):
     client.append(msgpack.packb({"ID": 7}), partition=0).result()
     assert client.scan(0, schema=pa.schema([("id", pa.int32())])).read_all()["id"].null_count == 1
 
@@ -112,7 +112,7 @@ def test_a_column_that_is_not_nullable_needs_a_value_in_each_payload(client: Wal
         ({0: 4}, {0: 5}, [4]),
     ],
 )
-def test_start_and_stop_are_like_those_of_a_range(client: WaltzClient, start, stop, ids):
+def test_a_scan_includes_its_start_and_excludes_its_stop(client: WaltzClient, start, stop, ids):
     fill(client, 0, 5)
     table = client.scan(0, start=start, stop=stop).read_all()
     assert table["transaction_id"].to_pylist() == ids

@@ -492,7 +492,9 @@ def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     assert view_of_new_log.client_high_water_mark(0) == -1
 
 
-def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engine) -> None:
+def test_a_view_continues_in_a_cluster_that_was_restored_from_its_old_cluster(
+    engine: sa.Engine,
+) -> None:
     old = TotalView(engine)
     old.begin(KEY_1)
     old.client_high_water_mark(0)
@@ -523,7 +525,7 @@ def test_a_view_ahead_of_a_restored_log_is_rejected(engine: sa.Engine) -> None:
     apply_all(old, [3])
 
 
-def test_a_mark_without_a_cluster_key_gets_the_key_of_the_next_cluster(
+def test_a_mark_without_a_cluster_key_gets_the_key_of_the_connected_cluster(
     engine: sa.Engine,
 ) -> None:
     with engine.begin() as connection:

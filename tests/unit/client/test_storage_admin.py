@@ -28,7 +28,7 @@ def send_request(version, number):
     return asyncio.run(admin.request(Done, CheckCluster, bytes(16), 4))
 
 
-def test_a_storage_of_0_13_answers_open_with_the_number_minus_1():
+def test_a_0_13_storage_may_answer_check_cluster_with_sequence_number_minus_1():
     assert send_request(0, -1) == Done(-1)
     assert send_request(0, 0) == Done(0)
 

@@ -646,7 +646,7 @@ def own_headers_answer(range_request, *rows, next_id, mark=12):
     return m.RangeData(range_request.req_id, *fields)
 
 
-def test_a_server_with_support_for_it_returns_only_the_clients_headers():
+def test_rows_in_doubt_are_searched_in_own_headers_if_the_server_supports_them():
     scenario = in_doubt()
     mount = scenario.open_link(number=2, generation=1, supports_own_ranges=True)
     (request,) = [
@@ -793,7 +793,7 @@ def test_a_gap_in_the_feed_is_never_delivered():
     assert "gap" in scenario.stream.failure
 
 
-def test_a_suspended_feed_sends_no_request_until_half_is_applied():
+def test_a_suspended_feed_sends_no_request_until_half_of_its_records_are_applied():
     scenario = Scenario()
     request = scenario.mount_with_feed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))

@@ -103,7 +103,7 @@ async def test_a_subscription_begins_at_the_mark_of_the_application():
 
 
 @run_on_virtual_loop
-async def test_a_feed_from_the_latest_starts_at_the_given_mark():
+async def test_a_feed_from_latest_starts_at_the_mark_of_the_log():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
         callbacks = ResumingCallbacks()

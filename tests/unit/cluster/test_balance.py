@@ -66,14 +66,14 @@ def test_idle_partitions_are_spread_by_count():
     assert set(moves.values()) == {2}
 
 
-def test_servers_without_a_load_report_keep_their_partitions_and_get_none():
+def test_servers_without_a_load_report_keep_their_partitions_and_get_no_others():
     owners = {0: 1, 1: 1, 2: 3}
     assert plan(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
     assert plan(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
     assert plan(owners, {0: 500, 1: 500}, servers=[1]) == {}
 
 
-def test_a_limited_number_of_partitions_moves_and_then_stays_for_a_pause():
+def test_a_plan_moves_a_limited_number_of_partitions_that_then_stay_for_a_pause():
     owners = dict.fromkeys(range(100), 1)
     loads = dict.fromkeys(owners, 100.0)
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS, moves_max=5))

@@ -28,7 +28,7 @@ async def put(coordinator, last_id):
 
 
 @run_on_virtual_loop
-async def test_ids_count_from_the_first_and_never_repeat_between_servers():
+async def test_two_servers_issue_consecutive_ids_and_no_id_twice():
     one, two = coordinators(2)
     await start(one, extensions=False)  # as in a cluster created by Waltz 0.13
     assert await one.issued_ids.read_last_id() == BEFORE_FIRST_ISSUED_ID

@@ -37,7 +37,7 @@ def measure_load(rates, *, step_ms=5_000):
 
 
 @given(st.floats(0, 1e9), st.integers(1, 50))
-def test_a_steady_rate_is_measured_right_from_the_first_sample_on(rate, samples):
+def test_a_steady_rate_is_measured_from_the_first_sample(rate, samples):
     load = measure_load([rate] * samples)
     assert load.per_s == pytest.approx(rate)
     assert load.measured_for_ms == samples * 5_000

@@ -101,7 +101,7 @@ async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outc
 
 
 @run_on_virtual_loop
-async def test_a_permanent_error_ends_a_follower_and_its_signal():
+async def test_a_permanent_error_ends_a_follower_and_removes_its_signal():
     _, nodes, _ = two_views()
     reader = NodeReader(nodes)
     reader.raises = [errors.BadFormat("/w: rotten")]

@@ -31,7 +31,7 @@ def choose(logs, *, unanswered=(), count=3):
     return choose_log(7, logs, groups=GROUPS, replica_count=count, unanswered=unanswered)
 
 
-def test_the_newest_session_precedes_the_longest_log():
+def test_a_log_of_the_newest_session_is_chosen_over_a_longer_log():
     choice = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
     assert (choice.source, choice.log.last_synced_id) == ("B", 100)
     assert choice.first_members == ("B", "C")
@@ -161,7 +161,7 @@ def test_ids_continue_above_all_allocated_ones():
 
 
 @run_on_virtual_loop
-async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
+async def test_partitions_of_a_rebuilt_cluster_cannot_be_opened_before_a_decision():
     storages = tuple(NewStorage(f"h:{port}", port + 1, port % 3) for port in (10, 20, 30))
     new = NewCluster("w", 300, UUID(int=5), storages)
     zookeeper = MemoryZooKeeper(asyncio.Event)

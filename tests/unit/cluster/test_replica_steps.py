@@ -105,7 +105,7 @@ def test_a_partition_without_any_replica_is_rejected():
         replica_steps.next_step(0, partition_state("A"), plan(""))
 
 
-def test_a_change_is_not_applied_to_other_replicas():
+def test_a_step_is_not_applied_if_the_replicas_have_changed_meanwhile():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
     moved = replica_steps.apply_steps([ReplicaStep(0, ("A", "B"), ("B", "C"))], assigned)
     assert moved == ReplicaAssignments({"A": (), "B": (0, 1), "C": (0, 1)})
@@ -276,7 +276,7 @@ def placements(draw):
 
 
 @given(placements(), st.none() | st.integers(1, 6))
-def test_spreading_is_even_and_over_groups(placed, count):
+def test_replicas_are_spread_evenly_and_over_groups(placed, count):
     groups, now = placed
     if count is not None and count > len(groups):
         with pytest.raises(errors.BadRequest, match="the number of storages, found"):

@@ -29,7 +29,7 @@ def test_scenario(check_scenario):
 
 
 @run_on_virtual_loop
-async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
+async def test_an_attempt_reads_the_current_znode_after_a_sync(monkeypatch):
     """The session's ZooKeeper server may lag, so the state is current only after a sync."""
     _, session, coordinator = await with_cluster()
     writes, calls = coordinator.writes, []

@@ -108,7 +108,7 @@ def test_lock_slots_are_a_prime_by_default():
     assert all(count % divisor for divisor in range(2, int(count**0.5) + 1))
 
 
-def test_only_settings_of_a_kind_of_process_are_written():
+def test_settings_of_an_unknown_kind_of_process_are_not_written():
     assert tomllib.loads(render_toml("storage", {"reserve_bytes": 4096})) == {"reserve_bytes": 4096}
     with pytest.raises(BadConfig, match="unknown kind of process 'storag'; did you mean 'storage'"):
         render_toml("storag", {})

@@ -61,7 +61,7 @@ def test_the_precedence_of_sources_is_flag_environment_file_default(tmp_path):
     ]
 
 
-def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
+def test_waltz_connect_applies_to_every_kind_and_a_specific_variable_overrides_it():
     environment = {"WALTZ_CONNECT": "general", "WALTZ_CONNECTED_NAME": "n"}
     assert load_config(ConnectedConfig, environment=environment).config.connect == "general"
     environment["WALTZ_CONNECTED_CONNECT"] = "own"
@@ -70,7 +70,7 @@ def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
     assert loaded.config.name == "p", "WALTZ_CONNECT is ignored by a kind without `connect`"
 
 
-def test_the_connect_of_a_file_overrides_the_general_one(tmp_path):
+def test_connect_in_a_file_overrides_the_variable_waltz_connect(tmp_path):
     """A shell may set WALTZ_CONNECT for commands; a daemon started there must not use it."""
     path = write(tmp_path, 'connect = "test"\nname = "n"\n')
     environment = {"WALTZ_CONNECT": "production"}

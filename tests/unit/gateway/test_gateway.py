@@ -57,7 +57,7 @@ def test_transactions_are_appended_in_order():
     with_gateway(scenario)
 
 
-def test_the_gateway_chooses_a_partition_for_each_request_without_one():
+def test_the_gateway_chooses_a_partition_for_each_request_that_names_none():
     async def scenario(_world, _gateway, client):
         found = set()
         for _ in range(PARTITION_COUNT):
@@ -69,7 +69,7 @@ def test_the_gateway_chooses_a_partition_for_each_request_without_one():
     with_gateway(scenario)
 
 
-def test_a_rejected_transaction_has_the_winner():
+def test_a_rejection_names_the_winning_transaction():
     async def scenario(world, _gateway, client):
         taken = {"write_locks": [SEAT], "mark": -1}
         anna = await client.append({"data": "Anna", **taken})

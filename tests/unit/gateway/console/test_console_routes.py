@@ -156,7 +156,7 @@ def test_pages_reference_no_other_origin():
 
 
 @pytest.mark.parametrize("name", [file for file in FILES if file.endswith(".js")])
-def test_no_script_makes_html_or_code_of_a_text(name):
+def test_no_script_turns_text_into_html_or_code(name):
     text = (PAGES / name).read_text(encoding="utf-8")
     unsafe = (
         r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|createContextualFragment|DOMParser|srcdoc"
@@ -216,7 +216,7 @@ def test_each_operation_checks_the_host_and_the_token_and_is_counted():
     with_gateway(scenario)
 
 
-def test_a_web_page_with_another_host_starts_no_change_in_a_network():
+def test_a_gateway_in_a_network_rejects_changes_with_another_host_header():
     async def scenario(_world, gateway):
         body = json.dumps(CHANGE).encode()
         path = "/v1/console/changes"
@@ -351,7 +351,7 @@ def test_the_cluster_is_shown_while_zookeeper_does_not_answer_the_check(monkeypa
     with_gateway(scenario)
 
 
-def test_without_a_read_of_zookeeper_the_cluster_is_unavailable():
+def test_the_cluster_view_is_unavailable_before_the_first_read_of_zookeeper():
     async def scenario(world, gateway):
         world.coordinator._znodes.suspend()
         status, answer = await get_json(gateway, "/v1/console/cluster")
@@ -463,7 +463,7 @@ def test_a_partition_needs_a_permission_of_the_caller(files, part):
     with_access(files, scenario)
 
 
-def test_rejections_have_the_client_of_the_winner():
+def test_rejections_name_the_client_of_the_winning_transaction():
     async def scenario(_world, gateway):
         taken = {"partition": 1, "write_locks": [["seat", "12F"]], "mark": -1}
         async with gateway.client() as client:

@@ -134,7 +134,7 @@ async def open_world(monkeypatch, connect=CONNECT, permissions=None):
 
 
 @run_on_virtual_loop
-async def test_without_access_control_and_users_every_caller_may_change(monkeypatch):
+async def test_without_access_control_and_an_auth_file_every_caller_may_make_changes(monkeypatch):
     async with open_world(monkeypatch) as world:
         for by in (NO_TOKEN, caller("ann")):
             assert await world.changes.check_permitted(by) == ANONYMOUS
