@@ -23,8 +23,8 @@ Rules:
        a time. Correctness does not depend on it.
     8. If a block is unreadable, a write to a part of the block fails, too, because the system must
        first read the rest of the block. In this case, `overwrite` calls `discard_unreadable`, which
-       replaces the block by zeros. Then `overwrite` writes again. Only `discard_unreadable` gives
-       up unreadable bytes in this way.
+       replaces the block by zeros. Then `overwrite` writes again. Only `discard_unreadable`
+       discards unreadable bytes in this way.
     9. The page cache keeps only the newest part of the synced bytes of a real file
        (`page_cache.py`).
    10. A read from the page cache does not show that the bytes on the disk are wrong. So before a

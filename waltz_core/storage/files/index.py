@@ -274,7 +274,7 @@ class LineageFile:
         return list(islice(self.entries(low), high - low))
 
     def rewrite_header(self, chain_before: Chain) -> None:
-        """Write another chain hash before the first entry, durably; entries stay valid."""
+        """Replace the chain hash that precedes the first entry, durably; entries stay valid."""
         self._header = self._header._replace(chain_before=chain_before)
         self._file.pwrite([self._header.encode()], 0)
         self._file.sync()

@@ -42,7 +42,7 @@ _NO_OFFSETS: Final = np.zeros(0, dtype=np.int64)
 SCAN_BYTES: Final = 8 * 1024 * 1024
 _STEP_BYTES: Final = 64 * 1024
 _DATA_LENGTH_OFFSET: Final = 28  # the offset in a record of the length of its data
-# If a drive has lost a sector, the file is read in pieces of the drive's own unit.
+# If a drive has lost a sector, the file is read in pieces of the size of a sector.
 _PIECE_BYTES: Final = 4096
 assert SCAN_BYTES > RECORD_BYTES_MAX
 
@@ -240,7 +240,7 @@ def find_record(
             found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, data_offset)
             start, missing_count = offset + data_offset, found_id - first - 1
             if found_id > last or start - hole_offset < RECORD_OVERHEAD_BYTES * (missing_count + 1):
-                continue  # not covered by a marker, or no space for the records in the hole
+                continue  # above `last`, or the hole is too small for the missing records
             is_known = missing_count < starts.size and starts[missing_count] == start
             if not is_known and (best is not None or data_bytes > TRANSACTION_BYTES_MAX):
                 continue  # a client can choose data that looks like many beginnings of long records

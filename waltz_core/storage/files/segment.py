@@ -271,7 +271,7 @@ class Segment:
         create_durably(self._disk, self._directory, [(segment_name(self.first, ".idx"), content)])
 
     def rewrite_lineage_header(self, chain_before: Chain) -> None:
-        """Write another chain hash before the first batch, durably."""
+        """Replace the chain hash that precedes the first batch, durably."""
         self.lineage.rewrite_header(chain_before)
 
     def remove(self) -> None:

@@ -55,8 +55,9 @@ _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 class LostBatches(NamedTuple):
     """Unreadable entries in a segment, from a position on.
 
-    `ids` are the IDs of the batches of these entries and of the next batch. `is_provable` is set if
-    there is only one entry, and a readable entry follows it: then the entry may be rebuilt.
+    `ids` are the IDs of the records in the batches of these entries and in the next batch.
+    `is_provable` is set if there is only one entry, and a readable entry follows it: then the entry
+    may be rebuilt.
     """
 
     segment_index: int
@@ -500,7 +501,7 @@ class Segments:
         """Return the batches that overlap first..last, and the chain hash before them.
 
         If there are more than `entries_max`, the newest are returned. If there are no batches, the
-        chain hash is that at the end of the log.
+        method returns the chain hash at the end of the log.
 
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong, or in the wrong place.

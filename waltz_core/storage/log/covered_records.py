@@ -56,7 +56,7 @@ I64 = npt.NDArray[np.int64]
 class CoveredRecords:
     """Covers and uncovers records of one log; `LogFiles.covered_end` is the reported end.
 
-    `reopen` opens the log's files as a start of the process does. This opening creates batches.
+    `reopen` opens the log's files again, as when the process starts. This opening creates batches.
     """
 
     def __init__(self, files: LogFiles, reopen: Callable[[], tuple[Segments, SlotFile]]) -> None:

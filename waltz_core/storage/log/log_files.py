@@ -72,9 +72,8 @@ class LogFiles:
         self.is_half_truncated = False  # rule 4: the disk was full
         self.files_error: MissingSegment | None = None  # rule 5
         self._settings = settings
-        self._unmarked_since_ms = (
-            0  # the time of the first sync after the marker; 0 if there is none
-        )
+        # The time of the first sync since the marker moved; 0 if there is none.
+        self._unmarked_since_ms = 0
         self.replace_files(segments, slots)
 
     def replace_files(self, segments: Segments, slots: SlotFile) -> None:

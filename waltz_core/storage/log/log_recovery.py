@@ -104,7 +104,8 @@ from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log.rebatching import chain_before, drop_batches, rewrite_chain_headers
 
 ADOPTED_BATCH_IDS: Final = 1024
-_TORN_RECORDS_MAX: Final = 4096  # the maximum that is read one by one at the end of a 0.13 log
+# The maximum number of records that are read one by one at the end of a 0.13 log.
+_TORN_RECORDS_MAX: Final = 4096
 ADOPTED_BATCH_BYTES: Final = (
     FRAME_BYTES_MAX // 2
 )  # a batch is copied to other replicas in one frame
@@ -647,8 +648,8 @@ class _LogOpening:
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
-        # If the end of a record is corrupt, this end is zero, or most likely the next record is
-        # corrupt, too.
+        # The stated CRC is the end of the record. If it is corrupt, it is zero, or most likely the
+        # next record is corrupt, too.
         has_next = transaction_id < segments.segment_end(transaction_id)
         if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
             found_id, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)

@@ -31,7 +31,7 @@ def slot_with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId
     shortened, end = plan_truncation(segments, last_to_keep)
     provisional = slot.provisional
     if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last_id:
-        provisional = None  # the log will not reach it, so it must not be confirmed
+        provisional = None  # the log will end below this mark, so the mark must not be confirmed
     # If the log never reached the provisional mark, a 0.13 server has set this mark. The mark is
     # kept, because it shows that the log is incomplete.
     return replace(

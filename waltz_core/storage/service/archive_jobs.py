@@ -69,8 +69,8 @@ from waltz_core.wire.messages import (
 ERROR_CHARACTERS_MAX: Final = 1_000
 PROGRESS_INTERVAL_MS: Final = 10_000
 STALLED_MS: Final = 60_000
-# The size limit of an object to replace, which a client names: more than the maximum of
-# `archive_object_bytes`.
+# The maximum size of an object to replace: above the maximum of `archive_object_bytes`. A limit is
+# necessary because a client names the object.
 REPLACED_BYTES_MAX: Final = (1 << 30) + (1 << 26)
 RangeToWrite: TypeAlias = ArchiveRange | ReplaceObject
 ArchiveRequest: TypeAlias = RangeToWrite | CollectGarbage | ExpireObjects
@@ -223,7 +223,7 @@ class ArchiveJobs:
         assert isinstance(message, RangeToWrite)
         if isinstance(message, ReplaceObject):
             # The chain hash before the object need not be checked here. The upload compares the
-            # chain hash at the end of the object, and this depends on the chain hash before the
+            # chain hash at the end of the object, which depends on the chain hash before the
             # object.
             return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(

@@ -401,7 +401,7 @@ class StorageService:
                 f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
         if promise.is_after_loss and session in (promise.last_seen_session, promise.session_id):
-            # The sender may be the owner of the session that the replica has seen, not a rival.
+            # The sender may be the owner of this session, so the error is not SessionFenced.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "
                 "unknown, because a control slot was lost. Hint: the replica accepts "
@@ -655,7 +655,7 @@ class StorageService:
             and self._space_check_at_ms is not None
             and self._space_check_at_ms <= now_ms
         ):
-            # No further check may begin before the answer arrives, so the next time is far away.
+            # Set a late time, because no further check may begin before the answer arrives.
             self._space_check_at_ms = now_ms + 60 * SPACE_CHECK_INTERVAL_MS
             self._effects.append(CheckSpace(self._space))
 
