@@ -134,7 +134,8 @@ class _Attempt:
 class _Replacement:
     """A replacement that a client has requested.
 
-    `written_by` is the replica that has written the manifest; None after ZooKeeper has recorded it.
+    `written_by` is the replica that has written the manifest, until ZooKeeper has recorded this
+    manifest; otherwise None.
     """
 
     request: ReplaceArchivedObject
@@ -256,8 +257,8 @@ class SessionArchiver:
     def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
         """Compare the recorded archived mark with an engaged replica's log, when the session opens.
 
-        The replicas receive the archived mark before this comparison. To settle an earlier session,
-        a replica may need batches that only the archive has.
+        The replicas receive the archived mark before this comparison. The reason: to settle an
+        earlier session, a replica may need batches that only the archive has.
         """
         self._mark = mark
         self._next_attempt_at_ms = now_ms + min(

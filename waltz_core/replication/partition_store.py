@@ -86,7 +86,7 @@ _OWN_SESSIONS_MAX: Final = 16  # how many own sessions are remembered, to recogn
 
 
 class _PendingRequest(Enum):
-    """The kind of the request to the coordinator that is in progress."""
+    """The kind of the pending request to the coordinator."""
 
     NO_REQUEST = auto()
     READ = auto()  # before a claim

@@ -181,9 +181,9 @@ class RepairRunner:
         is_needed = not self.is_open and self._recovery.is_credible(target.replica)
         archived = self.archived
         if archived is not None and archived.last > goal.mark:
-            # After a reset, the log begins after the goal's mark, although more is archived. The
-            # batches after the mark belong to this session. They are copied to the replica when it
-            # is marked.
+            # After a reset, the log begins after the goal's mark, although the archived mark is
+            # higher. The batches after the goal's mark belong to this session. They are copied to
+            # the replica when it is marked.
             chain = goal.chain
             archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
         if archived is None or is_needed or not target.supports_archiving:

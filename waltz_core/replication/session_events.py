@@ -169,7 +169,7 @@ class ReplicaLost:
 
 @value(frozen=True, slots=True)
 class ReplicaResponded:
-    """A storage has sent an answer; its `sequence` is that of the request."""
+    """A storage has sent an answer, with the `sequence` of its request."""
 
     session_id: SessionId
     replica: ReplicaId
