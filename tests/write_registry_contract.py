@@ -68,7 +68,7 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(
         first.writes.enter("w", 1, "run", first.next_client_id),
     ):
         with pytest.raises(
-            errors.ConnectionSuperseded, match=r"write w, task [01]: the task has already finished"
+            errors.ConnectionSuperseded, match=r"write w, task [01]: the write has already finished"
         ):
             await over
     await second.writes.forget("w")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from waltz_core.administration.change_run import ChangeResult, ChangeRun
 from waltz_core.administration.member_queries import query_server
-from waltz_core.cluster.change.replica_steps import parse_partitions
+from waltz_core.cluster.change.replica_steps import parse_partitions, ranges_of_numbers
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records.record import PartitionId
@@ -55,8 +55,9 @@ async def _change_preference(
     answer = await query_server(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
         raise Unavailable(
-            f"the server at {address} has not made the change for partitions {partitions}. Hint: "
-            "read its log, then run the command again."
+            f"the server at {address} has not made the change for partitions "
+            f"{ranges_of_numbers(list(partitions))}. Hint: read the server's log, then run the "
+            "command again."
         )
     view = await _wait_until_open(run, partitions)
     owned_partitions = sorted(

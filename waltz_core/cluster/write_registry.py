@@ -381,7 +381,7 @@ class WriteRegistry:
                 "write was removed",
             )
         if state.is_done:
-            raise _superseded_error(write, task, "the task has already finished")
+            raise _superseded_error(write, task, "the write has already finished")
 
     async def check(self, write: str, task: int, attempt: int) -> None:
         """Check that this attempt may continue (rule 3).

@@ -181,8 +181,8 @@ def _find_gap(file: ReadableFile, expected_id: int, offset: int, size: int) -> G
         record = file.pread(_record_length(file, offset), offset)
         stated_crc = int.from_bytes(record[-4:], "big")
         reason = (
-            f"expected CRC {crc32(record[:-4]):08x}, found {stated_crc:08x}; no valid record "
-            "follows"
+            f"expected CRC {crc32(record[:-4]):08x}, found {stated_crc:08x}; no record begins at "
+            f"the end of record {expected_id}"
         )
     following = _find_next_record(file, offset + 1, expected_id, size)
     next_id, end = following if following is not None else (None, size)

@@ -215,8 +215,9 @@ class Unpacker:
             if not field.nullable and array.null_count:  # rule 5
                 raise BadFormat(
                     f"{where(values.index(None))}: column {field.name!r} is NOT NULL in the "
-                    "schema, and the payload has no value for it. Hint: a nullable column reads it "
-                    "as null (in Spark .schema(df.schema.toNullable()), or no NOT NULL in DDL)."
+                    "schema, and the payload has no value for it. Hint: declare the column as "
+                    "nullable, to read null instead (in Spark: .schema(df.schema.toNullable()), or "
+                    "a DDL schema without NOT NULL)."
                 )
             return array
         value = values[row]

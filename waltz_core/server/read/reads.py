@@ -721,7 +721,7 @@ def _check_range(message: RangeBytes, key: _FetchKey) -> _RangeRecords:
     if first_bad is not None:
         raise ChecksumMismatch(
             f"range from a storage: the record at the position of transaction {first + first_bad} "
-            "is damaged, or is that of another transaction"
+            "is damaged, or belongs to another transaction"
         )
     return _RangeRecords(first, range_last, form, lengths, message.records, message.lineage)
 

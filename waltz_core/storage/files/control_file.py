@@ -215,10 +215,9 @@ def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -
     partitions = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
     if partitions:
         raise BadFormat(
-            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, "
-            f"because the directory has files of partitions {', '.join(partitions)}, found "
-            f"{found}. The storage does not create a new control file, because the promised store "
-            "sessions in it would be lost"
+            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, found "
+            f"{found}. The directory has files of partitions {', '.join(partitions)}, so the "
+            "storage does not create a new control file: the promised store sessions would be lost"
         )
     create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
 
