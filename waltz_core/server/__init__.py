@@ -41,8 +41,8 @@ Life of an append
 Life of a mount
     1. A mount is accepted only if its connection sequence is the highest of this client in this
        generation. From then on, appends of the client's older connections are rejected.
-    2. The mount waits until all appends in flight are final. A mount with a feed also waits until
-       the feed has reached the high-water mark at this time.
+    2. The mount waits until all appends in flight are final. A mount with a feed then waits until
+       the feed has reached the high-water mark of that moment.
     3. `Mounted`: all older appends of this client are final, and its new appends are accepted.
 
 Life of a feed

@@ -6,8 +6,8 @@ Rules:
     1. A request is answered once, and then leaves its flush group (the requests that a flush waits
        for). When all requests of a group have left, the waiting flushes are notified.
     2. A client treats AHEAD (its mark is above the log's) as final, so a replaced server must not
-       report it. `ConfirmAheadOfLog` first requests a confirmation by a quorum: the session in
-       which the row was validated is still the newest. Without this confirmation the answer is
+       report it. `ConfirmAheadOfLog` first requests a confirmation by a quorum that the session
+       in which the row was validated is still the newest. Without this confirmation the answer is
        NOT_MOUNTED, so that the client mounts again.
 """
 

@@ -10,7 +10,7 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
        generation. This rule holds even after that connection was closed. It also holds when the
        server has released the partition and owns it again in the same generation. A mount with an
        equal sequence is accepted only on the same connection.
-    2. Appends are accepted from the answer to the mount on, not from its request on.
+    2. Appends are accepted only after the server has answered the mount.
     3. The fences of at most `limit` disconnected clients are remembered. Above this limit, the
        client that disconnected first is forgotten. So a fence can fail only after `limit` other
        clients have disconnected.

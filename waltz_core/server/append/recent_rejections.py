@@ -12,7 +12,7 @@ Rules:
        transaction is lost.
     3. The entries are in this server's memory only. The server drops the entries when it releases
        the partition, and the next owner starts without entries.
-    4. An append without a rejection has no cost.
+    4. An append without a rejection causes no work in this module.
 """
 
 from collections import deque

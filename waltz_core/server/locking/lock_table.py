@@ -29,7 +29,7 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-form
        because of its own first attempt.
     7. A new owner does not know the last writers, so after `reset` no slot is below the high-water
        mark. The floor is an ID above which every writer is known (`lock_table_loader.py`). When the
-       floor moves down, `enter_older_locks` lowers the slots at the old floor to the new one. A
+       floor moves down, `enter_older_locks` lowers the slots at the old floor to the new floor. A
        slot above the old floor was entered by a known writer, and keeps its value.
 """
 
@@ -142,7 +142,7 @@ class _Estimates(NamedTuple):
     rows: I64  # the row of each checked lock
     slots: I64  # (3, lock count)
     before: I64  # (3, lock count) the slot values before the batch
-    entered: I64  # (3, lock count) or `_IN_BATCH + row` where an earlier row may enter
+    entered: I64  # like `before`, but `_IN_BATCH + row` where this earlier row may enter
 
 
 class _EnteredSlots(NamedTuple):

@@ -119,7 +119,10 @@ class PendingSingle:
         self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
     def reject_for(self, conflict: int) -> None:
-        """Reject the transaction, finally, for a lock with a last writer of at most `conflict`."""
+        """Reject the transaction because of a lock; this is final.
+
+        `conflict` is the ID of the lock's last writer, or a higher ID.
+        """
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
     def settle(

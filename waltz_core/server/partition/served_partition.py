@@ -434,8 +434,7 @@ class Partition:
             self._answer_request(request, is_proved=True)
 
     def _current_mark_answer(self, event: RequestReceived) -> SendToClient:
-        # Answer with the present mark. The client may already know a higher mark than that of the
-        # proof.
+        # Answer with the present mark: the client may already know a mark above the proved mark.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived_mark
         archived = None

@@ -167,7 +167,7 @@ class FlowControl:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether all connections use more memory than the limit, with their last backlogs."""
+        """Whether all connections together, with their last known backlogs, exceed the limit."""
         return self.memory_bytes > self._limits.memory_bytes_max
 
     @property

@@ -174,7 +174,7 @@ class Reads:
         self._delayed: list[tuple[int, _RangeFetch]] = []
         self._token = 0
         self._replica_turn = 0
-        # The number of fetches until which each failed replica is avoided (rule 7).
+        # Each failed replica is avoided until `fetch_count` reaches this number (rule 7).
         self._avoided_until: dict[ReplicaId, int] = {}
         self.replicas: Sequence[ReplicaId] = ()
         # The storages in the group of this server. The set may change at any time (rule 6).
