@@ -17,8 +17,8 @@ Rules:
        deadline.
     5. With a feed, `execute` reads the state that the callbacks have computed. While the
        application has paused the partition, the callbacks apply no transactions, so no attempt
-       begins. If an attempt used the log's mark then, it would claim to have seen transactions that
-       the callbacks have not applied.
+       begins. An attempt with the log's mark would claim to have seen transactions that the
+       callbacks have not applied.
     6. If a dependent attempt is rejected because of appends in flight, the context computes a new
        attempt at once, as if these appends were committed. Only the new attempt assumes this; the
        callbacks apply these appends only after their commit.

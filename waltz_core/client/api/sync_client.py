@@ -478,7 +478,7 @@ class WaltzClient:
 
         async def begin() -> None:
             inner = await call
-            if inner.done():  # do not rely on a callback, because the loop may end before it
+            if inner.done():  # the loop may end before it calls a callback
                 _copy_outcome(inner, outcome)
             else:
                 inner.add_done_callback(lambda finished: _copy_outcome(finished, outcome))

@@ -458,7 +458,7 @@ class FixedDirectory:
     def _update_owners(
         self, owners: Mapping[PartitionId, Owner], *, generations_ahead: int
     ) -> None:
-        """Accept owners that are at least `generations_ahead` above the known generation."""
+        """Accept owners whose generation is at least `generations_ahead` above the known one."""
         previous_owners = self._known_owners
         new_owners = {
             partition_id: owner

@@ -8,8 +8,8 @@ Rules (decision 048, AC 9):
     3. If a server denies an ID, the client uses a new ID for all partitions that mount from then
        on. But the client does not replace an ID that the application has set, because the
        application relies on this ID. An ID whose sequence numbers are used up is always replaced.
-    4. Requests to the same server wait for each other and share the answer. Requests to other
-       servers do not wait for them, because the first server may be frozen.
+    4. Requests to the same server wait for each other and share the answer. Requests to different
+       servers do not wait for each other, because a server may be frozen.
 """
 
 import asyncio

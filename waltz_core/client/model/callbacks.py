@@ -69,7 +69,7 @@ class Callbacks(ABC):
 
     @abstractmethod
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Apply one committed transaction, and store its ID as the new mark atomically with it."""
+        """Apply one committed transaction and store its ID as the new mark, in one atomic step."""
 
     def uncaught_exception(
         self,
@@ -126,7 +126,7 @@ class AsyncCallbacks(ABC):
 
     @abstractmethod
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """Apply one committed transaction, and store its ID as the new mark atomically with it."""
+        """Apply one committed transaction and store its ID as the new mark, in one atomic step."""
 
     async def uncaught_exception(
         self,

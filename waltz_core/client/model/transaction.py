@@ -231,7 +231,7 @@ class TransactionContext(ABC):
     def on_exception(self, error: BaseException) -> None:  # noqa: B027
         """`execute` raised, or a retry cannot help.
 
-        The transaction is not in the log. Exception: after `OutcomeUnknown`, it may be in the log.
+        After `OutcomeUnknown`, the transaction may be in the log. After any other error, it is not.
         """
 
     def on_lock_failure(self) -> None:  # noqa: B027

@@ -340,7 +340,8 @@ class Appends:
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch that has reserved its space in the window; return its future."""
         # NB: read the count now. The writer may process a loss while the batch waits. But the
-        # writer has appended the batch before that, so the batch must be reported LOST.
+        # writer appended the batch before it processed the loss, so the batch must be reported
+        # LOST.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         if self._tracer is not None:

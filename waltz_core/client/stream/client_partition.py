@@ -9,8 +9,8 @@ Rules:
     2. When a stream ends, every caller that waits for the stream gets the stream's error.
     3. The mark that the application has applied is kept as long as the client exists, even while
        the partition is paused or unsubscribed. During this time the application's state does not
-       change. If its transactions contained the log's mark instead, they would claim to have seen
-       newer transactions.
+       change. A transaction with the log's mark would claim that the application has seen newer
+       transactions.
 """
 
 import asyncio
