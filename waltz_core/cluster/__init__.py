@@ -24,7 +24,8 @@ The nodes, below the cluster's root R:
     R/x/storage/HOST:PORT             extension: the ID of the storage that belongs at this address
     R/x/client                        extension: the last client ID that servers have issued
     R/x/writes/W, R/x/writes/W/T      extension: an exactly-once write, and its tasks
-    R/x/reach/ID                      extension: which servers server ID can and cannot connect to
+    R/x/reach/ID                      extension: the servers to which server ID can and cannot
+                                      connect
     R/x/load/ID                       extension: the loads of the partitions of server ID
     R/x/audit/e_N                     extension: changes of the cluster by commands: user, outcome
 

@@ -150,7 +150,7 @@ class Coordinator:
         self._znodes.on_state(callback)
 
     async def check_administrator(self) -> None:
-        """Raise BadConfig if this session has the members' user, or does not know that user."""
+        """Raise BadConfig if the session has only the members' user, or does not know that user."""
         await self._znodes.check_administrator()
         # NB: an auth file with one user does not show whether this user is the members' user. With
         # the members' user, this read fails.

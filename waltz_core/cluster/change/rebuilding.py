@@ -14,9 +14,9 @@ for these reasons:
 
 Only the replicas of the last assignment count, but this assignment is lost. A log with an older
 session may belong to a replica that had fallen behind. Or the partition has moved to other
-storages, and the log has remained on this storage. Such a log proves nothing about later sessions.
-Conversely, a storage may have had a replica, although it has no readable log. There are three
-possible reasons: the log cannot be opened, the replica was taken offline, or the directory is
+storages, and the log has remained on its old storage. Such a log proves nothing about later
+sessions. Conversely, a storage may have had a replica, although it has no readable log. There are
+three possible reasons: the log cannot be opened, the replica was taken offline, or the directory is
 empty. Only a log of the newest session certainly belonged to a replica in this session.
 
 Rules (docs/design/correctness.md 2.4, row 15):

@@ -309,7 +309,7 @@ class _PlacementBuilder:
         )
 
     def replica_to_remove(self, replicas: list[ReplicaId]) -> ReplicaId:
-        """Return the replica to remove: in a group with several, on the fullest storage."""
+        """Return a replica to remove: in a group with several replicas, on the fullest storage."""
 
         def cost(replica: ReplicaId) -> tuple[int, int]:
             remaining = [other for other in replicas if other != replica]
@@ -478,7 +478,10 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
 
 
 def _move_one_replica(builder: _PlacementBuilder) -> bool:
-    """Move a replica to a storage that has at least two fewer; return False if none can move."""
+    """Move a replica to a storage that has at least two replicas fewer.
+
+    Return False if no replica can move.
+    """
     storages = sorted(builder.groups, key=lambda replica: builder.replica_counts[replica])
     for source in reversed(storages):
         for target in storages:

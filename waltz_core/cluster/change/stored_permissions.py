@@ -109,7 +109,7 @@ class StoredPermissions:
         *,
         new_key: bytes,
     ) -> PermissionsChange:
-        """Write permissions from a file, even if the cluster's are missing or unreadable.
+        """Write permissions from a file, even if the node is missing or unreadable.
 
         The new revision is above the revisions of the file and of the node. If the old permissions
         can be read, `check` receives the old and the new permissions, and may raise an error.

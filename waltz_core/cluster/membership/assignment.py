@@ -209,9 +209,9 @@ class _AssignmentBuilder:
         if self._owner.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)
         self.owned[server_id][partition_id] = generation
-        # The spare partitions are the remainder of the division: each may go to a server that
-        # already has its share. If preferences give more partitions than these to servers beyond
-        # their shares, the number becomes negative, and other servers stay below their shares.
+        # Each spare partition (the remainder of the division) may go to a server that already has
+        # its share. Preferences may give servers more extra partitions than there are spare
+        # partitions. Then the number becomes negative, and other servers stay below their shares.
         if len(self.owned[server_id]) > self._share:
             self._spare -= 1
 

@@ -353,8 +353,7 @@ class Membership:
             if assignment is None or len(own_nodes) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_outcome_unknown and owned.get(partition_id) != generation
-            # This assignment precedes the write, because `follow` would otherwise restore the old
-            # descriptor.
+            # Set the descriptor before the write; otherwise `follow` would restore the old one.
             self._descriptor = new_descriptor
             try:
                 await self._nodes.znodes.write(
@@ -505,7 +504,7 @@ class Membership:
     async def _ensure_registered(
         self, membership: _MembershipNodes, descriptor: model.ServerDescriptor
     ) -> bool:
-        """Write this process's node if it is missing or differs; return True if it was correct."""
+        """Write this process's node unless the node is correct; return whether it was correct."""
         own_nodes = self._own_nodes(membership, descriptor.server_id)
         if len(own_nodes) == 1 and own_nodes[0].descriptor == descriptor:
             return True

@@ -5,7 +5,7 @@ for servers that may register again.
 
 Rules:
     1. If a lost connection is replaced within `OUTAGE_MS_MIN`, this is not an outage. In this case,
-       only one node of the ensemble has failed, and this failure ends no session.
+       only one ZooKeeper server has failed, and this failure ends no session.
     2. The first connection of a process does not end an outage.
 """
 

@@ -387,7 +387,7 @@ class ZooKeeperSession:
                 self._client.close()
             _call_soon(loop, stopped.set)
 
-        # A separate thread, because at its end, an event loop waits for the threads of its pool.
+        # A separate thread, because an event loop that ends waits for the threads of its pool.
         try:
             threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
         except RuntimeError:  # Python 3.12 and later start no thread during exit.
