@@ -294,7 +294,7 @@ def disk_tables() -> dict[str, str]:
         "slot": layout_table(files.SLOT, files.SLOT_TAIL),
         "storage-id": layout_table(files.STORAGE_ID),
         "wipe": layout_table(removal.WIPE),
-        "lock-block": layout_table(lock_blocks.TRAILER),
+        "lock-block": layout_table(lock_blocks.TRAILER_LAYOUT),
     }
 
 

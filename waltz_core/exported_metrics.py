@@ -12,13 +12,13 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import INF, floatToGoString
 
 from waltz_core.errors import BadConfig
-from waltz_core.metrics import SECONDS_BUCKETS, TABLE, MetricKind
+from waltz_core.metrics import METRIC_BY_NAME, SECONDS_BUCKETS, MetricKind
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MetricValues:
-    """The values of one scrape; a name or label that is not in `TABLE` raises an exception."""
+    """The values of one scrape; a name or label not in `METRIC_BY_NAME` raises an exception."""
 
     def __init__(self) -> None:
         self._families: dict[str, Family] = {}
@@ -28,7 +28,10 @@ class MetricValues:
         texts = _texts_of(name, labels)
         family = self._families.get(name)
         if family is None:
-            kind, about = TABLE[name].kind, (TABLE[name].help, None, TABLE[name].labels)
+            kind, about = (
+                METRIC_BY_NAME[name].kind,
+                (METRIC_BY_NAME[name].help, None, METRIC_BY_NAME[name].labels),
+            )
             assert kind is not MetricKind.HISTOGRAM
             is_counter = kind is MetricKind.COUNTER
             family_class = CounterMetricFamily if is_counter else GaugeMetricFamily
@@ -43,7 +46,7 @@ class MetricValues:
         texts = _texts_of(name, labels)
         family = self._families.get(name)
         if family is None:
-            metric = TABLE[name]
+            metric = METRIC_BY_NAME[name]
             assert metric.kind is MetricKind.HISTOGRAM
             family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
             self._families[name] = family
@@ -62,8 +65,8 @@ class MetricValues:
 
 
 def _texts_of(name: str, labels: dict[str, str | int]) -> list[str]:
-    assert set(labels) == set(TABLE[name].labels), name
-    return [str(labels[label]) for label in TABLE[name].labels]
+    assert set(labels) == set(METRIC_BY_NAME[name].labels), name
+    return [str(labels[label]) for label in METRIC_BY_NAME[name].labels]
 
 
 class _ExportedValues(Collector):

@@ -4,7 +4,7 @@ Dashboards and alerts depend on the names of metrics, so one table contains all 
 
 Rules:
     1. A name is `waltz_<area>_<what>_<unit>`; a counter ends with `_total`, times are in seconds.
-    2. A name or label that is not in `TABLE` is a bug, and raises an exception.
+    2. A name or label that is not in `METRIC_BY_NAME` is a bug, and raises an exception.
     3. The `Report`s of machines are counted in one metric, with the name of the report as the label
        `event`. The log line of a report has the same name.
     4. Each process, and in tests each daemon, has one object `Metrics`, which only one thread uses.
@@ -48,10 +48,10 @@ class Metric(NamedTuple):
 
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-_PARTITION, _REPLICA = ("partition",), ("partition", "replica")
-_CLIENT = ("cluster", "partition")
-_SOURCE = ("cluster", "query", "source", "partition")
-_PRINCIPAL = ("principal",)  # the first 100 principals with a grant, then "other"
+_PARTITION_LABELS, _REPLICA_LABELS = ("partition",), ("partition", "replica")
+_CLIENT_LABELS = ("cluster", "partition")
+_SOURCE_LABELS = ("cluster", "query", "source", "partition")
+_PRINCIPAL_LABELS = ("principal",)  # the first 100 principals with a grant, then "other"
 # Name after `waltz_`, type, labels, help.
 _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
@@ -66,19 +66,19 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_appended_transactions_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Transactions that this server has committed.",
     ),
     (
         "server_appended_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of the records that this server has committed.",
     ),
     (
         "server_appended_batches_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Batches of appends that this server has committed.",
     ),
     (
@@ -107,31 +107,31 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_high_water_mark",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "ID of the last committed transaction; -1 if the log is empty.",
     ),
     (
         "server_first_available_transaction",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "ID of the first available transaction; 0 if no transaction has expired.",
     ),
     (
         "server_archived_transaction",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "ID of the last archived transaction; -1 if there is none.",
     ),
     (
         "server_unarchived_transactions",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Committed transactions that are not in the archive yet.",
     ),
     (
         "server_unarchived_bytes",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         (
             "Approximate size of the committed transactions that are not in the archive yet; "
             "NaN until a storage has reported it."
@@ -140,7 +140,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_unarchived_seconds",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         (
             "Age of the oldest committed transaction that is not in the archive yet; 0 if there "
             "is none."
@@ -149,13 +149,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_store_session",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Number of the open store session; -1 if none is open.",
     ),
     (
         "server_feed_lag_transactions",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         (
             "Committed transactions that the server has not sent to its slowest feed yet; 0 if "
             "there is no feed."
@@ -164,25 +164,25 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_engaged_replicas",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Replicas that are in sync, so that their acknowledgements count for a commit.",
     ),
     (
         "server_replica_in_sync",
         _GAUGE,
-        _REPLICA,
+        _REPLICA_LABELS,
         "1 if the assigned replica is in sync, otherwise 0. It is 0 without an open store session.",
     ),
     (
         "server_replica_wait_seconds",
         _GAUGE,
-        _REPLICA,
+        _REPLICA_LABELS,
         "Age of the oldest unanswered request to a replica; 0 if the age is less than a second.",
     ),
     (
         "server_false_rejections_ratio",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         (
             "Estimated probability that a lock causes a rejection without a real conflict, for a "
             "client that lags by 1,000 transactions. The cause is the fixed size of the lock "
@@ -211,7 +211,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_fetched_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of records that the server has read from storages for readers and feeds.",
     ),
     (
@@ -232,7 +232,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_principal_bytes_total",
         _COUNTER,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         (
             "Bytes of requests from the principal, and of the ranges and feeds that the server "
             "has sent to it; only for principals with limits."
@@ -241,31 +241,31 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "server_principal_delayed_requests_total",
         _COUNTER,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Requests that waited because their principal was over a limit.",
     ),
     (
         "server_principal_rejected_requests_total",
         _COUNTER,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Requests and connections that were rejected because their principal was over a limit.",
     ),
     (
         "server_principal_connections",
         _GAUGE,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Open connections of the principal; only for principals with limits.",
     ),
     (
         "server_principal_appends_total",
         _COUNTER,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Append requests of the principal; only for principals with limits.",
     ),
     (
         "server_principal_feeds",
         _GAUGE,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Open feeds of the principal; only for principals with limits.",
     ),
     (
@@ -304,13 +304,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_appended_transactions_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Transactions that this storage has appended and synced.",
     ),
     (
         "storage_appended_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of the records that this storage has appended and synced.",
     ),
     ("storage_syncs_total", _COUNTER, (), "Calls of fdatasync on segment files."),
@@ -323,25 +323,25 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_read_transactions_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Transactions that this storage has sent to readers and servers.",
     ),
     (
         "storage_read_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of the records that this storage has sent to readers and servers.",
     ),
     (
         "storage_last_transaction",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "ID of the last transaction that is synced on this storage; -1 if there is none.",
     ),
     (
         "storage_low_water_mark",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Low-water mark of the replica: the replica never truncates transactions up to this ID.",
     ),
     (
@@ -351,50 +351,55 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Replicas of this storage whose log is not trusted until it is repaired.",
     ),
     ("storage_failed_writes_total", _COUNTER, (), "Writes and syncs of files that failed."),
-    ("storage_failed_reads_total", _COUNTER, _PARTITION, "Reads of files that failed."),
+    ("storage_failed_reads_total", _COUNTER, _PARTITION_LABELS, "Reads of files that failed."),
     (
         "storage_damaged_transactions",
         _GAUGE,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Transactions that are damaged or unreadable on this storage and not repaired yet.",
     ),
     (
         "storage_damage_found_transactions_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Transactions that this storage has found damaged.",
     ),
     (
         "storage_repaired_transactions_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Damaged transactions that were repaired with copies from other replicas.",
     ),
     (
         "storage_scrubbed_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of the records that scrubs have verified.",
     ),
     (
         "storage_archived_transactions_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Transactions that this storage has written to the archive and verified.",
     ),
     (
         "storage_archived_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of the records that this storage has written to the archive and verified.",
     ),
     (
         "storage_archived_objects_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Objects that this storage has written to the archive and verified.",
     ),
-    ("storage_failed_uploads_total", _COUNTER, _PARTITION, "Uploads to the archive that failed."),
+    (
+        "storage_failed_uploads_total",
+        _COUNTER,
+        _PARTITION_LABELS,
+        "Uploads to the archive that failed.",
+    ),
     (
         "storage_running_upload_seconds",
         _GAUGE,
@@ -407,31 +412,31 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_garbage_collected_files_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Files that this storage has deleted from the archive because no manifest lists them.",
     ),
     (
         "storage_garbage_collected_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of the files that this storage has deleted from the archive.",
     ),
     (
         "storage_archive_read_bytes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Bytes of records and headers that this storage has returned from the archive.",
     ),
     (
         "storage_failed_archive_reads_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         "Requests for archived records that this storage could not answer.",
     ),
     (
         "storage_scrub_passes_total",
         _COUNTER,
-        _PARTITION,
+        _PARTITION_LABELS,
         ("Completed scrubs: each has verified the whole log of a partition."),
     ),
     (
@@ -463,7 +468,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_principal_bytes_total",
         _COUNTER,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         (
             "Bytes of requests from the principal, and of the ranges that the storage has sent "
             "to it; only for principals with limits."
@@ -472,19 +477,19 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "storage_principal_delayed_requests_total",
         _COUNTER,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Requests that waited because their principal was over a limit.",
     ),
     (
         "storage_principal_rejected_requests_total",
         _COUNTER,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Requests and connections that were rejected because their principal was over a limit.",
     ),
     (
         "storage_principal_connections",
         _GAUGE,
-        _PRINCIPAL,
+        _PRINCIPAL_LABELS,
         "Open connections of the principal; only for principals with limits.",
     ),
     (
@@ -527,13 +532,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "client_appended_transactions_total",
         _COUNTER,
-        _CLIENT,
+        _CLIENT_LABELS,
         "Transactions that the client has reported as committed.",
     ),
     (
         "client_rejected_transactions_total",
         _COUNTER,
-        (*_CLIENT, "reason"),
+        (*_CLIENT_LABELS, "reason"),
         (
             "Transactions that the client has reported as not committed, and rejected attempts of "
             "contexts. Label reason: as for waltz_server_rejected_transactions_total; unknown if "
@@ -543,7 +548,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "client_retried_transactions_total",
         _COUNTER,
-        _CLIENT,
+        _CLIENT_LABELS,
         (
             "Repeated appends: the client has sent a transaction again after a temporary error, or "
             "a context has begun another attempt."
@@ -561,7 +566,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "client_feed_lag_transactions",
         _GAUGE,
-        _CLIENT,
+        _CLIENT_LABELS,
         (
             "Committed transactions that the callbacks have not applied yet, calculated with the "
             "high-water mark of the previous scrape."
@@ -570,7 +575,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "spark_lag_transactions",
         _GAUGE,
-        _SOURCE,
+        _SOURCE_LABELS,
         (
             "Committed transactions that the query has not read yet. Label source: the position "
             "of the log among the logs that the query reads, from 0."
@@ -579,7 +584,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
         "spark_lag_seconds",
         _GAUGE,
-        _SOURCE,
+        _SOURCE_LABELS,
         (
             "Age of the oldest transaction that the query has not read yet; 0 if it has read all "
             "of them, NaN if the age is unknown."
@@ -607,8 +612,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         ),
     ),
 )
-TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
-assert len(TABLE) == len(_ROWS), "a duplicate name in the table"
+METRIC_BY_NAME: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
+assert len(METRIC_BY_NAME) == len(_ROWS), "a duplicate name in the table"
 
 
 class CountableReport(Protocol):
@@ -622,7 +627,7 @@ class CountableReport(Protocol):
 class Metrics:
     """The metrics of one daemon; `area` is "server", "storage" or "gateway"."""
 
-    def __init__(self, area: str, *, with_process: bool = False) -> None:
+    def __init__(self, area: str, *, has_process_metrics: bool = False) -> None:
         self._area = area
         self._registry = CollectorRegistry(auto_describe=False)
         self._collectors: dict[str, Any] = {}
@@ -635,11 +640,11 @@ class Metrics:
         # partition.
         self._keys_by_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
         prefix = f"waltz_{area}_"
-        for metric in TABLE.values():
+        for metric in METRIC_BY_NAME.values():
             if metric.name.startswith(prefix):
                 self._collectors[metric.name] = _collector_of(metric, self._registry)
         assert self._collectors, f"no metric of the area {area!r}"
-        if with_process:
+        if has_process_metrics:
             ProcessCollector(registry=self._registry)
 
     def add(self, name: str, amount: float = 1, **labels: str | int) -> None:
@@ -649,7 +654,7 @@ class Metrics:
         try:
             self._counter_growth[key] += amount
         except KeyError:
-            assert TABLE[name].kind is MetricKind.COUNTER
+            assert METRIC_BY_NAME[name].kind is MetricKind.COUNTER
             self._find_metric(
                 name, labels
             )  # From now on, the page contains the counter, even with value 0.
@@ -657,17 +662,17 @@ class Metrics:
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
         """Set a gauge."""
-        assert TABLE[name].kind is MetricKind.GAUGE
+        assert METRIC_BY_NAME[name].kind is MetricKind.GAUGE
         self._find_metric(name, labels).set(value)
 
     def set_source(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
         """Read a gauge by calling `read` for each page, on the thread that builds the page."""
-        assert TABLE[name].kind is MetricKind.GAUGE
+        assert METRIC_BY_NAME[name].kind is MetricKind.GAUGE
         self._find_metric(name, labels).set_function(read)
 
     def observe(self, name: str, seconds: float, **labels: str | int) -> None:
         """Add a duration, in seconds, to a histogram."""
-        assert TABLE[name].kind is MetricKind.HISTOGRAM
+        assert METRIC_BY_NAME[name].kind is MetricKind.HISTOGRAM
         self._find_metric(name, labels).observe(seconds)
 
     def report(self, report: CountableReport) -> None:
@@ -693,7 +698,7 @@ class Metrics:
             # order.
             with contextlib.suppress(KeyError):
                 self._collectors[str(name)].remove(
-                    *(texts[label] for label in TABLE[str(name)].labels)
+                    *(texts[label] for label in METRIC_BY_NAME[str(name)].labels)
                 )
 
     def value(self, name: str, **labels: str | int) -> float:
@@ -717,7 +722,7 @@ class Metrics:
         self._counter_growth = dict.fromkeys(self._counter_growth, 0.0)
 
     def _find_metric(self, name: str, labels: Mapping[str, str | int]) -> Any:  # noqa: ANN401 - three types
-        if not labels and not TABLE[name].labels:
+        if not labels and not METRIC_BY_NAME[name].labels:
             return self._collectors[name]
         key = (name, *labels.items())
         metric = self._labeled_metrics.get(key)

@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 Attributes = Mapping[str, str | int]
 # Where possible, attributes have the names of OpenTelemetry's conventions for messaging.
-SYSTEM = {"messaging.system": "waltz"}
-PARTITION = "messaging.destination.partition.id"
-ROW_COUNT = "messaging.batch.message_count"
-TRANSACTION = "waltz.transaction_id"
-REJECTED_COUNT = "waltz.rejected_count"
+SYSTEM_ATTRIBUTES = {"messaging.system": "waltz"}
+PARTITION_ATTRIBUTE = "messaging.destination.partition.id"
+ROW_COUNT_ATTRIBUTE = "messaging.batch.message_count"
+TRANSACTION_ATTRIBUTE = "waltz.transaction_id"
+REJECTED_COUNT_ATTRIBUTE = "waltz.rejected_count"
 # The maximum time for which the end of a Spark task waits for the exporter, in seconds.
 FLUSH_S: Final = 1.0
 
@@ -75,7 +75,7 @@ class WaltzTracer:
         """
         kind = self._trace.SpanKind.PRODUCER
         with self._ignore_errors():
-            span = self._start("append", partition_id, {ROW_COUNT: row_count}, kind)
+            span = self._start("append", partition_id, {ROW_COUNT_ATTRIBUTE: row_count}, kind)
             future.add_done_callback(partial(self._end_append, span, outcome_of))
 
     def _end_append(
@@ -92,9 +92,9 @@ class WaltzTracer:
             else:
                 first, rejected_count = outcome_of(future.result())
                 if first is not None:
-                    span.set_attribute(TRANSACTION, first)
+                    span.set_attribute(TRANSACTION_ATTRIBUTE, first)
                 if rejected_count:
-                    span.set_attribute(REJECTED_COUNT, rejected_count)
+                    span.set_attribute(REJECTED_COUNT_ATTRIBUTE, rejected_count)
                     span.set_status(self._error_status(f"{rejected_count} rows are rejected"))
             span.end()
 
@@ -110,7 +110,7 @@ class WaltzTracer:
         span: Span | None = None
         with ExitStack() as current:
             with self._ignore_errors():
-                attributes = {TRANSACTION: first, ROW_COUNT: row_count}
+                attributes = {TRANSACTION_ATTRIBUTE: first, ROW_COUNT_ATTRIBUTE: row_count}
                 span = self._start("apply", partition_id, attributes, kind)
                 current.enter_context(self._trace.use_span(span))
             yield partial(self._mark_failed, span)
@@ -162,11 +162,11 @@ class WaltzTracer:
         self, name: str, partition_id: int | None, attributes: Attributes, kind: "SpanKind"
     ) -> "Span":
         partition_attributes: Attributes = (
-            {} if partition_id is None else {PARTITION: str(partition_id)}
+            {} if partition_id is None else {PARTITION_ATTRIBUTE: str(partition_id)}
         )
         title = name if partition_id is None else f"{name} {partition_id}"
         return self._tracer.start_span(
-            title, kind=kind, attributes={**SYSTEM, **partition_attributes, **attributes}
+            title, kind=kind, attributes={**SYSTEM_ATTRIBUTES, **partition_attributes, **attributes}
         )
 
     def _mark_failed(self, span: "Span | None", error: BaseException) -> None:

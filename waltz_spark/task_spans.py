@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from waltz_core.errors import BadConfig
-from waltz_core.spans import ROW_COUNT, WaltzTracer
+from waltz_core.spans import ROW_COUNT_ATTRIBUTE, WaltzTracer
 from waltz_core.user_functions import load_function
 
 _HINT = "Hint: install the module on all workers, or distribute it with spark.addArtifacts."
@@ -45,7 +45,7 @@ def _traced(
     attributes = {**_spark_attributes(), "waltz.partition": partition}
     with tracer.task_span("waltz read task", attributes) as counts:
         for batch in batches:
-            counts[ROW_COUNT] = counts.get(ROW_COUNT, 0) + batch.num_rows
+            counts[ROW_COUNT_ATTRIBUTE] = counts.get(ROW_COUNT_ATTRIBUTE, 0) + batch.num_rows
             yield batch
 
 

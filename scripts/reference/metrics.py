@@ -1,7 +1,7 @@
 """The metrics, from the table in `waltz_core/metrics.py`."""
 
 from scripts.reference.markdown import cell, code, table
-from waltz_core.metrics import TABLE, Metric
+from waltz_core.metrics import METRIC_BY_NAME, Metric
 
 # The last word of a metric's name -> the unit, if the word itself is not the unit.
 UNITS = {
@@ -33,7 +33,7 @@ def _table(prefix: str) -> str:
             _unit(each),
             cell(each.help),
         )
-        for each in TABLE.values()
+        for each in METRIC_BY_NAME.values()
         if each.name.startswith(prefix)
     ]
     return table(("metric", "type", "labels", "unit", "meaning"), rows)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from waltz_core.tables import row_changes
 from waltz_core.tables.row_changes import (
-    DELETED,
+    DELETED_COLUMN,
     ChangeRules,
     changes_function,
     compute_changes,
@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
 )
 SORTING = [("partition", "ascending"), ("transaction_id", "ascending")]
 RESULT = pa.schema(
-    [*(part for part in SCHEMA if part.name not in ("header", "op")), (DELETED, pa.bool_())]
+    [*(part for part in SCHEMA if part.name not in ("header", "op")), (DELETED_COLUMN, pa.bool_())]
 )
 # A row without its position in the log.
 BODIES = st.tuples(
@@ -140,7 +140,7 @@ class StoredTable(NamedTuple):
         content = dict(self.content)
         for row in changes.to_pylist():
             key = (row["account"], row["day"])
-            if row[DELETED]:
+            if row[DELETED_COLUMN]:
                 content.pop(key, None)
             else:
                 content[key] = (row["partition"], row["transaction_id"], row["value"])
@@ -216,9 +216,9 @@ def test_last_changes_can_be_merged_from_parts_in_any_order(log, parts):
 def test_changes_of_one_transaction_keep_their_order(found):
     """A changes function may get transactions in any order, and in any number of chunks."""
     fields = {"partition": pa.int32(), "transaction_id": pa.int64(), "id": pa.int64()}
-    schema = pa.schema([*fields.items(), (DELETED, pa.bool_())])
+    schema = pa.schema([*fields.items(), (DELETED_COLUMN, pa.bool_())])
     rows = [
-        {"partition": 0, "transaction_id": at, "id": key, DELETED: is_deleted}
+        {"partition": 0, "transaction_id": at, "id": key, DELETED_COLUMN: is_deleted}
         for at, key, is_deleted in found
     ]
     chunks = [pa.Table.from_pylist([row], schema) for row in rows]

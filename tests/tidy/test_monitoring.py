@@ -9,7 +9,7 @@ import pytest
 from scripts.dashboards import COLUMNS, dashboards
 from scripts.reference.alerts import RULES, alert_rules
 from tests.tidy.sources import PROJECT_ROOT
-from waltz_core.metrics import TABLE, MetricKind
+from waltz_core.metrics import METRIC_BY_NAME, MetricKind
 
 # Matches a metric, but not a metric that a rule records: such a metric has a colon in its name.
 METRIC = re.compile(r"(?<![\w:-])waltz_\w+(?!\w*:)")
@@ -26,9 +26,9 @@ PANELS = [
 def is_metric(name: str) -> bool:
     for suffix in SUFFIXES:
         stem = name.removesuffix(suffix)
-        if stem != name and stem in TABLE:
-            return TABLE[stem].kind is MetricKind.HISTOGRAM
-    return name in TABLE and TABLE[name].kind is not MetricKind.HISTOGRAM
+        if stem != name and stem in METRIC_BY_NAME:
+            return METRIC_BY_NAME[stem].kind is MetricKind.HISTOGRAM
+    return name in METRIC_BY_NAME and METRIC_BY_NAME[name].kind is not MetricKind.HISTOGRAM
 
 
 @pytest.mark.parametrize("name", [RULES.name, PAGE.name, *dashboards()])
@@ -68,8 +68,8 @@ def labels_of(query: str) -> set[str]:
     """Return the labels that the result of a query has."""
     if "sum by" in query:
         return set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query))))
-    names = set(METRIC.findall(query)) & set(TABLE)
-    return {"instance"}.union(*(TABLE[name].labels for name in names))
+    names = set(METRIC.findall(query)) & set(METRIC_BY_NAME)
+    return {"instance"}.union(*(METRIC_BY_NAME[name].labels for name in names))
 
 
 @pytest.mark.parametrize("panel", PANELS)

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from waltz_core.machine import Report
-from waltz_core.metrics import TABLE, MetricKind, Metrics
+from waltz_core.metrics import METRIC_BY_NAME, MetricKind, Metrics
 
 
 def test_metric_names_have_their_prefix_and_unit():
-    for metric in TABLE.values():
+    for metric in METRIC_BY_NAME.values():
         assert re.fullmatch(r"waltz_(server|storage|gateway|client|spark)(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER), metric.name
         assert metric.kind is not MetricKind.HISTOGRAM or metric.name.endswith("_seconds")
@@ -112,5 +112,5 @@ def test_two_daemons_in_one_process_are_independent():
 
 
 def test_process_metrics_are_optional():
-    assert b"process_cpu_seconds_total" in Metrics("server", with_process=True).page()
+    assert b"process_cpu_seconds_total" in Metrics("server", has_process_metrics=True).page()
     assert b"process_cpu_seconds_total" not in Metrics("server").page()

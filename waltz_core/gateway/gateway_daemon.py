@@ -74,7 +74,7 @@ async def serve(
         stack.push_async_callback(directory.close)
         callers = Callers(config.connect, client_config, directory)
         stack.push_async_callback(callers.close)
-        metrics = Metrics("gateway", with_process=True)
+        metrics = Metrics("gateway", has_process_metrics=True)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         parts = GatewayParts(
             config,

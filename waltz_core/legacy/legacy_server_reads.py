@@ -82,7 +82,7 @@ class LegacyServerReads:
             for feed in feeds:
                 feed.close()
 
-    async def range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
+    async def read_range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Read a range of the log; empty if the log ends before it.
 
         Raises Unavailable, like a read at a current server.
@@ -102,7 +102,7 @@ class LegacyServerReads:
         )
         return LegacyRecords(TransactionId(last), [], records)
 
-    async def data_range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
+    async def read_data(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Read a range that is known to be committed; only its IDs and data are valid.
 
         The records have no request IDs. If the query has a filter, the caller knows that the first

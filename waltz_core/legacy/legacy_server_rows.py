@@ -148,7 +148,7 @@ class FeedRun:
 
     def __init__(self, mount: MountWriter) -> None:
         self._mount = mount
-        self._values = frozenset(mount.header_values)
+        self._header_values = frozenset(mount.header_values)
         self._clear()
 
     def _clear(self) -> None:
@@ -161,7 +161,7 @@ class FeedRun:
         """Add a transaction; if the filter excludes it, omit its header, like a current server."""
         if self._count == 0:
             self._first = message.transaction_id
-        if not self._values or message.header in self._values:
+        if not self._header_values or message.header in self._header_values:
             self._headers += _FEED_HEADER.pack(message.req_id.to_bytes(), message.header)
             self._selected_positions.append(self._count)
         self._count += 1

@@ -116,7 +116,7 @@ class _Readback:
     """A range of headers that the stream reads again (`readback.py`)."""
 
     request: messages.RangeRequest
-    next: int
+    next_id: int
     records: bytearray = field(default_factory=bytearray)
 
 
@@ -363,7 +363,7 @@ class LegacyServerPartition:
         readback, self._readback = self._readback, None
         assert readback is not None
         request = readback.request
-        if not is_ready or readback.next <= request.last:
+        if not is_ready or readback.next_id <= request.last:
             self._phase = _Phase.IDLE
             self._reject(
                 request.req_id, "the server is not ready for the partition", errors.NotOwned
@@ -375,8 +375,8 @@ class LegacyServerPartition:
             messages.RangeData(
                 request.req_id,
                 request.first,
-                readback.next - request.first,
-                readback.next,
+                readback.next_id - request.first,
+                readback.next_id,
                 RangeForm.HEADERS,
                 b"",
                 bytes(readback.records),
@@ -391,8 +391,8 @@ class LegacyServerPartition:
     def _on_feed_received(self, message: messages.FeedData) -> None:
         transaction_id = TransactionId(message.transaction_id)
         readback = self._readback
-        if readback is not None and transaction_id == readback.next <= readback.request.last:
-            readback.next += 1
+        if readback is not None and transaction_id == readback.next_id <= readback.request.last:
+            readback.next_id += 1
             req_id = message.req_id.to_bytes()
             readback.records += RECORD_HEADER.pack(transaction_id, req_id, message.header)
         # NB: after a second mount, some transactions arrive twice, because the requested parts of

@@ -158,14 +158,14 @@ def expected_log(
         info = control.entries[number].info if number < len(control.entries) else None
     if current is None:
         durable = -1 if info is None else info.local_low_water_mark
-        return ExpectedLog(number, key, None, is_adopted=False, durable=durable)
+        return ExpectedLog(number, key, None, gets_batches=False, last_synced_id=durable)
     # The slot is written before the structure, and states the sequence that the structure will
     # have. After a crash, the structure may have a lower sequence. So only a greater sequence or a
     # later session proves a write of 0.13 (rule 2).
     has_legacy_writes = info is not None and (
         info.sequence > current.control_file_sequence or -1 < current.last_session < info.session
     )
-    is_adopted = has_legacy_writes or _is_unbatched(current)
+    gets_batches = has_legacy_writes or _is_unbatched(current)
     durable = current.acked
     if has_legacy_writes:
         assert info is not None
@@ -175,7 +175,9 @@ def expected_log(
     ends = frozenset(
         {current.start, current.acked, current.low_water_mark, current.provisional_mark}
     )
-    return ExpectedLog(number, key, current, is_adopted=is_adopted, durable=durable, ends=ends)
+    return ExpectedLog(
+        number, key, current, gets_batches=gets_batches, last_synced_id=durable, batch_ends=ends
+    )
 
 
 def _check_slot_blocks(path: Path, report: FileFindings) -> None:
@@ -237,7 +239,7 @@ def compare_log_with_control_files(
     info = entry.info if entry is not None else None
     control_report = findings.in_file(CONTROL_NAME)
     is_unbatched = expected.slot is not None and _is_unbatched(expected.slot)
-    is_of_old_format = expected.slot is None or (expected.is_adopted and not is_unbatched)
+    is_of_old_format = expected.slot is None or (expected.gets_batches and not is_unbatched)
     if is_of_old_format and info is not None and info.local_low_water_mark > found_log.last:
         control_report.add_error(
             None,
@@ -253,7 +255,7 @@ def compare_log_with_control_files(
             "some records belong to no batch; the next start of the storage creates batches for "
             "them",
         )
-    elif expected.is_adopted:
+    elif expected.gets_batches:
         report.add_note(
             None,
             "Waltz 0.13 was the last version to write to this log; the next start of the storage "
@@ -277,7 +279,7 @@ def _compare_marks(
     # Waltz 0.13 sets its mark before it has completed the log (rule 4).
     if slot.flags & PROVISIONAL and any(slot.nonce) and slot.provisional_session >= 0:
         marks.append(("provisional low-water mark", slot.provisional_mark))
-    if not expected.is_adopted or _is_unbatched(slot):
+    if not expected.gets_batches or _is_unbatched(slot):
         marks.append(("acked ID", slot.acked))
     for what, mark in marks:
         if mark > found_log.last:
@@ -291,7 +293,7 @@ def _compare_marks(
             f"the log begins after transaction {slot.start}: expected chain hash "
             f"{slot.start_chain.hex()} there, found {found_start_chain.hex()}",
         )
-    if expected.is_adopted or slot.flags & TRUNCATE or slot.acked > found_log.last:
+    if expected.gets_batches or slot.flags & TRUNCATE or slot.acked > found_log.last:
         return
     found_chain = found_log.chains_by_id.get(slot.acked)
     if found_chain != slot.acked_chain:

@@ -75,7 +75,7 @@ class _LogCheck:
         if slot is not None:
             self._start = ChainEnd(slot.start, slot.start_chain)
         self._first_ids = first_ids_in(directory)
-        self._synced_up_to = expected.durable
+        self._synced_up_to = expected.last_synced_id
         self._chain: ChainCheck | None = None
 
     def run(self) -> FoundLog:
@@ -100,7 +100,7 @@ class _LogCheck:
                 self._start,
                 self._findings,
                 self._is_batch_error_at,
-                self._expected.ends,
+                self._expected.batch_ends,
             )
         expected_first = min(self._start.last + 1, self._first_ids[0])
         for first, next_first in zip(self._first_ids, [*self._first_ids[1:], None], strict=True):
@@ -146,7 +146,7 @@ class _LogCheck:
     def _is_index_error_at(self, transaction_id: int, segment: int) -> bool:
         # The index is synced only when the acked marker moves. The synced ID in a batch entry is
         # about records, not about the index.
-        return self._is_synced(transaction_id, segment, self._expected.durable)
+        return self._is_synced(transaction_id, segment, self._expected.last_synced_id)
 
     def _is_synced(self, transaction_id: int, segment: int, stated_last: int) -> bool:
         """Return whether the bytes of an ID in a segment must have been synced."""
@@ -162,7 +162,7 @@ class _LogCheck:
         # Even in a full segment, the last entry may be missing. So this check depends on the ID
         # only.
         is_torn = self._is_dirty and transaction_id > self._synced_up_to
-        return not (self._expected.is_adopted or is_torn)
+        return not (self._expected.gets_batches or is_torn)
 
     @property
     def _is_dirty(self) -> bool:

@@ -43,17 +43,17 @@ _CREATION_TIME_OFFSET = 4  # offset of the creation time in a header
 class ExpectedLog(NamedTuple):
     """The facts about a log that are known before the log is read.
 
-    `key` is the cluster key, None if it is unknown. `is_adopted` is set if the next start of the
-    storage creates batches for records of Waltz 0.13. `durable` is the last ID that the control
-    files state as synced. `ends` are IDs at which a batch of the log should end.
+    `key` is the cluster key, None if it is unknown. `gets_batches` is set if the next start of the
+    storage creates batches for records of Waltz 0.13. `last_synced_id` is the last ID that the
+    control files state as synced. `batch_ends` are IDs at which a batch of the log should end.
     """
 
     partition: int | None
     key: bytes | None
     slot: ControlSlot | None = None
-    is_adopted: bool = False
-    durable: int = -1
-    ends: frozenset[int] = frozenset()
+    gets_batches: bool = False
+    last_synced_id: int = -1
+    batch_ends: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

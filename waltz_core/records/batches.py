@@ -51,7 +51,7 @@ APPEND_SCHEMA: Final = pa.schema(
     ]
 )
 APPEND_SCHEMA_WITH_MARKS: Final = APPEND_SCHEMA.append(MARK_FIELD)
-_TYPES: Final = {field.name: field.type for field in APPEND_SCHEMA_WITH_MARKS}
+_TYPE_BY_COLUMN: Final = {field.name: field.type for field in APPEND_SCHEMA_WITH_MARKS}
 LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 
 # An append batch has about 700 bytes of Arrow metadata.
@@ -174,7 +174,7 @@ def encode_append(
     arrays: dict[str, pa.Array] = {}
     for name, values in columns.items():
         try:
-            arrays[name] = pa.array(values, _TYPES[name])
+            arrays[name] = pa.array(values, _TYPE_BY_COLUMN[name])
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise BadRequest(f"append batch, column {name}: {error}") from error
     if len({len(array) for array in arrays.values()}) != 1:
@@ -199,7 +199,7 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
         TooLarge: the data of a row exceeds `TRANSACTION_BYTES_MAX`.
     """
     names = rows.schema.names
-    unknown_names = [name for name in names if name not in _TYPES]
+    unknown_names = [name for name in names if name not in _TYPE_BY_COLUMN]
     if unknown_names or "data" not in names or len(set(names)) < len(names):
         raise BadRequest(
             "append batch: expected a column 'data', and optionally others of "
@@ -252,7 +252,7 @@ def data_crcs(data: pa.Array) -> pa.Array:
 
 
 def _cast_column(name: str, column: pa.Array) -> pa.Array:
-    kind = _TYPES[name]
+    kind = _TYPE_BY_COLUMN[name]
     try:
         cast = column if column.type == kind else column.cast(kind)
     except pa.ArrowException as error:

@@ -3,7 +3,7 @@
 The owner of a partition computes lock blocks, and storages keep them without reading them. The next
 owner fills its lock table from them. This module defines which blocks are valid.
 
-    | lock hashes (4 bytes each) | distances (1 byte each) | trailer (`TRAILER`) |
+    | lock hashes (4 bytes each) | distances (1 byte each) | trailer (`TRAILER_LAYOUT`) |
 
 All integers are big-endian. A block ends with its trailer. Therefore a run of blocks can be read
 from its end, where the newest blocks are.
@@ -36,7 +36,7 @@ HASH_BYTES: Final = 4
 # A batch with more bytes of locks has no block, so that every block fits into a frame.
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
-TRAILER: Final = ByteLayout(
+TRAILER_LAYOUT: Final = ByteLayout(
     Field("mark", "4s", '"WLB1", or "WLB2" for a block with distances'),
     Field("first", "q"),
     Field("last", "q"),
@@ -45,13 +45,13 @@ TRAILER: Final = ByteLayout(
     Field("lock count", "I"),
     Field("CRC-32", "I", "of the whole block before it"),
 )
-_TRAILER: Final = TRAILER.struct
+_TRAILER_STRUCT: Final = TRAILER_LAYOUT.struct
 # A block with up to this many transactions stores the writer of each lock.
 DISTANCES_TRANSACTIONS_MAX: Final = 256
-_MARK: Final = b"WLB1"
-_MARK_WITH_DISTANCES: Final = b"WLB2"
+_MAGIC: Final = b"WLB1"
+_MAGIC_WITH_DISTANCES: Final = b"WLB2"
 _CRC_BYTES: Final = 4
-TRAILER_BYTES: Final = _TRAILER.size
+TRAILER_BYTES: Final = _TRAILER_STRUCT.size
 
 
 class LogEnd(NamedTuple):
@@ -89,8 +89,8 @@ def encode(
     assert len(distances) in (0, count)
     block = bytearray(locks)
     block += distances
-    mark = _MARK_WITH_DISTANCES if distances else _MARK
-    block += _TRAILER.pack(mark, first, end.last, chain_before, end.chain, count, 0)
+    mark = _MAGIC_WITH_DISTANCES if distances else _MAGIC
+    block += _TRAILER_STRUCT.pack(mark, first, end.last, chain_before, end.chain, count, 0)
     block[-_CRC_BYTES:] = crc32(memoryview(block)[:-_CRC_BYTES]).to_bytes(_CRC_BYTES, "big")
     return bytes(block)
 
@@ -119,10 +119,12 @@ class LockBlockReader:
         start = self._end - TRAILER_BYTES
         if start < 0:
             return None
-        mark, first, last, chain_before, chain, count, crc = _TRAILER.unpack_from(self._data, start)
+        mark, first, last, chain_before, chain, count, crc = _TRAILER_STRUCT.unpack_from(
+            self._data, start
+        )
         locks_bytes = count * HASH_BYTES
-        start -= locks_bytes + (count if mark == _MARK_WITH_DISTANCES else 0)
-        if mark not in (_MARK, _MARK_WITH_DISTANCES) or start < 0 or not 0 <= first <= last:
+        start -= locks_bytes + (count if mark == _MAGIC_WITH_DISTANCES else 0)
+        if mark not in (_MAGIC, _MAGIC_WITH_DISTANCES) or start < 0 or not 0 <= first <= last:
             return None
         block = self._data[start : self._end]
         if crc32(block[:-_CRC_BYTES]) != crc:

@@ -25,7 +25,7 @@ _LOCATED_CHARACTERS_MAX: Final = 256 * 1024
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
 NOT_FINITE_TEXT = "JSON supports neither NaN nor infinities"
-TOO_DEEP = (
+TOO_DEEP_TEXT = (
     "the value is nested too deeply: expected at most a few hundred levels of lists and objects"
 )
 
@@ -41,7 +41,7 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     try:
         text = _ENCODER.encode(value)
     except RecursionError as error:
-        raise ValueError(TOO_DEEP) from error
+        raise ValueError(TOO_DEEP_TEXT) from error
     except ValueError as error:
         wrong_part = _find_wrong_part(value, _is_not_finite)
         if wrong_part is None:
@@ -68,10 +68,10 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
     try:
         return _check_characters(text, _decode_text(text))
     except RecursionError as error:
-        raise ValueError(TOO_DEEP) from error
+        raise ValueError(TOO_DEEP_TEXT) from error
 
 
-def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
+def from_json_with_decimals(data: bytes) -> Any:  # noqa: ANN401
     """Decode a JSON text; numbers with a fraction or an exponent become a Decimal.
 
     Raises:
@@ -81,7 +81,7 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
     try:
         return _check_characters(text, _DECIMAL_DECODER.decode(text))
     except RecursionError as error:
-        raise ValueError(TOO_DEEP) from error
+        raise ValueError(TOO_DEEP_TEXT) from error
     except (json.JSONDecodeError, _SurrogateError):
         raise
     except ValueError as error:

@@ -35,7 +35,7 @@ import pyarrow.compute as pc
 
 from waltz_core.errors import BadFormat
 from waltz_core.records.payload_types import is_binary, plain_type
-from waltz_core.records.strict_json import exact_from_json, from_json
+from waltz_core.records.strict_json import from_json, from_json_with_decimals
 from waltz_core.records.typed_values import TYPED_FORMATS, VALUE_NAMES, plain_value, typed_builder
 
 # Decodes one payload. Raises BadFormat, ValueError or TypeError if the payload is damaged.
@@ -71,13 +71,13 @@ class Unpacker:
             name for required_name in required for name in columns_matching(required_name, names)
         }
         self._required = [name for name in names if name in required_names]
-        self._find_value = dict.get if is_case_sensitive else _case_insensitive
+        self._find_value = dict.get if is_case_sensitive else _find_ignoring_case
         self._array_builders = [
             _array_builder(field.type, data_format, self._find_value) for field in fields
         ]
         self._format = data_format
-        exact = any(_has_decimal(field.type) for field in fields)
-        self._decode = decode or decoder_of(data_format, exact=exact)
+        reads_decimals = any(_has_decimal(field.type) for field in fields)
+        self._decode = decode or decoder_of(data_format, reads_decimals=reads_decimals)
 
     def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
         """Decode payloads; return one array for each wanted column.
@@ -127,7 +127,7 @@ class Unpacker:
             values = self._values(rows, field.name)
             try:
                 columns.append(self._array_builders[column_index](values))
-            except _MISMATCHES:
+            except _MISMATCH_ERRORS:
                 for row in self._mismatched_rows(values, column_index, 0):
                     values[row] = None
                     is_complete[row] = False
@@ -173,7 +173,7 @@ class Unpacker:
         """Yield the indexes of the rows whose values do not fit a column, found by bisection."""
         try:
             self._array_builders[column_index](values)
-        except _MISMATCHES:
+        except _MISMATCH_ERRORS:
             middle = len(values) // 2
             if middle == 0:
                 yield start
@@ -209,7 +209,7 @@ class Unpacker:
         field = self._fields[column_index]
         try:
             array = self._array_builders[column_index](values)
-        except _MISMATCHES:
+        except _MISMATCH_ERRORS:
             row = next(self._mismatched_rows(values, column_index, 0))
         else:
             if not field.nullable and array.null_count:  # rule 5
@@ -223,7 +223,7 @@ class Unpacker:
         value = values[row]
         try:
             return self._array_builders[column_index]([value])
-        except _MISMATCHES as error:
+        except _MISMATCH_ERRORS as error:
             raise BadFormat(
                 f"{where(row)}, column {field.name!r}: expected {field.type}, found {value!r} "
                 f"({error})"
@@ -231,15 +231,15 @@ class Unpacker:
 
 
 # The errors that a builder raises for a value that does not fit the type of its column.
-_MISMATCHES = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
+_MISMATCH_ERRORS = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
 
 
-def decoder_of(data_format: str, *, exact: bool = False) -> Decode:
-    """Return the decoder for msgpack or JSON; with `exact`, JSON fractions are read as decimals."""
+def decoder_of(data_format: str, *, reads_decimals: bool = False) -> Decode:
+    """Return the decoder for msgpack or JSON; `reads_decimals`: JSON fractions become decimals."""
     assert data_format not in TYPED_FORMATS, "needs a schema registry"
     if data_format == "msgpack":
         return _unpack_msgpack
-    return exact_from_json if exact else from_json
+    return from_json_with_decimals if reads_decimals else from_json
 
 
 def packed_identity(data: bytes, names: Sequence[str], decode: Decode) -> bytes | None:
@@ -267,7 +267,7 @@ def columns_matching(name: str, columns: Sequence[str]) -> list[str]:
     return [column for column in columns if column.lower() == name.lower()]
 
 
-def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
+def _find_ignoring_case(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
     """Return the value for key `name`, otherwise for the first key that differs only in case."""
     if name in row:
         return row[name]
@@ -296,10 +296,10 @@ def _unpack_msgpack(payload: bytes) -> Any:  # noqa: ANN401 - any packed value
 # Values to arrays, child by child (rule 3)
 
 _Builder = Callable[[list[Any]], pa.Array]
-_Find = Callable[..., Any]
+_FindValue = Callable[..., Any]
 
 
-def _array_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+def _array_builder(kind: pa.DataType, data_format: str, find: _FindValue) -> _Builder:
     """Return the function that builds an array. It raises if a value has another type."""
     if pa.types.is_struct(kind):
         return _struct_builder(kind, data_format, find)
@@ -346,8 +346,10 @@ def _check_types(values: list[Any], *types: type) -> list[Any]:
     """Return the values; raises TypeError if a value is neither None nor of a wanted type."""
     if not set(map(type, values)) <= {NoneType, *types}:
         value = next(each for each in values if each is not None and type(each) not in types)
-        names = " or ".join(_NAMES.get(each, each.__name__) for each in types)
-        raise TypeError(f"expected {names}, found {_NAMES.get(type(value), type(value).__name__)}")
+        names = " or ".join(_TYPE_NAMES.get(each, each.__name__) for each in types)
+        raise TypeError(
+            f"expected {names}, found {_TYPE_NAMES.get(type(value), type(value).__name__)}"
+        )
     return values
 
 
@@ -417,7 +419,7 @@ def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(microsecond_texts, pa.string()).cast(kind)
 
 
-def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+def _struct_builder(kind: pa.DataType, data_format: str, find: _FindValue) -> _Builder:
     parts = [(field, _array_builder(field.type, data_format, find)) for field in kind]
 
     def build(values: list[Any]) -> pa.Array:
@@ -434,7 +436,7 @@ def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builde
     return build
 
 
-def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+def _list_builder(kind: pa.DataType, data_format: str, find: _FindValue) -> _Builder:
     build_child = _array_builder(kind.value_type, data_format, find)
     array_type = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
 
@@ -450,7 +452,7 @@ def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
     return build
 
 
-def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+def _map_builder(kind: pa.DataType, data_format: str, find: _FindValue) -> _Builder:
     key = _array_builder(kind.key_type, data_format, find)
     item = _array_builder(kind.item_type, data_format, find)
 
@@ -481,11 +483,11 @@ def _present_mask(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
     present = np.fromiter((value is not None for value in values), np.bool_, len(values))
     for value in values:
         if value is not None and type(value) is not kind:
-            raise TypeError(f"expected a {_NAMES[kind]}, found {type(value).__name__}")
+            raise TypeError(f"expected a {_TYPE_NAMES[kind]}, found {type(value).__name__}")
     return present
 
 
-_NAMES: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     dict: "map",
     list: "list",
     bool: "boolean",

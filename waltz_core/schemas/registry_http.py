@@ -24,7 +24,7 @@ from waltz_core.schemas.registry_urls import RegistryAddress
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 _AUTH_FILE_BYTES_MAX: Final = 4096
 # The maximum number of characters of an answer that an error message contains.
-_TEXT_MAX: Final = 300
+_TEXT_CHARACTERS_MAX: Final = 300
 
 
 class HttpAnswer(NamedTuple):
@@ -36,7 +36,7 @@ class HttpAnswer(NamedTuple):
     @property
     def body_text(self) -> str:
         """The beginning of the body, for a message."""
-        return repr(self.body[:_TEXT_MAX].decode("utf-8", "replace"))
+        return repr(self.body[:_TEXT_CHARACTERS_MAX].decode("utf-8", "replace"))
 
 
 def basic_auth(auth_file: str) -> str:
@@ -112,7 +112,7 @@ def _reason(error: Exception) -> str:
         return "no answer in time"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return f"{type(error).__name__}: {str(error)[:_TEXT_MAX]}"
+    return f"{type(error).__name__}: {str(error)[:_TEXT_CHARACTERS_MAX]}"
 
 
 def _remaining_s(deadline_s: float) -> float:

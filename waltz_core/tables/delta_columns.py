@@ -8,9 +8,9 @@ import pyarrow as pa
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig
 from waltz_core.tables.inferred_columns import LEVELS_MAX
-from waltz_core.tables.row_changes import DELETED
+from waltz_core.tables.row_changes import DELETED_COLUMN
 
-_RESERVED_NAMES = {"_partition", "_transaction_id", DELETED}
+_RESERVED_NAMES = {"_partition", "_transaction_id", DELETED_COLUMN}
 # Spark cannot write a column if the name contains a space or one of ,;{}()= . deltalake cannot find
 # a column with a control character, and reserves the prefix __delta_rs_ for its own columns.
 _FORBIDDEN_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")

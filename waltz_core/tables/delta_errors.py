@@ -20,8 +20,8 @@ LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unav
 TWO_PARTITIONS_PREFIX: Final = "key in two partitions: "
 _TWO_PARTITIONS_TEXT = re.compile(rf"{TWO_PARTITIONS_PREFIX}(\(.*\) in partition .*)\.'", re.DOTALL)
 _COLOR_CODES = re.compile(r"\x1b\[\d+m")
-_PREFIXES = re.compile(r"(?:(?:Kernel|Generic DeltaTable|External) error(?: ->|:)?\s+)+")
-_STACK = re.compile(r"\s+0: <unknown>")
+_ERROR_PREFIXES = re.compile(r"(?:(?:Kernel|Generic DeltaTable|External) error(?: ->|:)?\s+)+")
+_STACK_TRACE = re.compile(r"\s+0: <unknown>")
 # The answer of an object store in XML, after its status.
 _STORE_ANSWER = re.compile(r"status code\W+(\d{3}[ \w]*\w)(?:.*<Code>(\w+)</Code>)?", re.DOTALL)
 _ANSWER_TEXT = re.compile(r"<Message>([^<]*)</Message>")
@@ -140,5 +140,5 @@ def _one_line_cause(text: str) -> str:
         reasons = [code, *_ANSWER_TEXT.findall(text)[:1]]
         reasons_text = ": ".join(reason for reason in reasons if reason)
         return f"the object store answers {status}{f' ({reasons_text})' * bool(reasons_text)}"
-    line = " ".join(_STACK.split(_PREFIXES.sub("", text, 1))[0].split())
+    line = " ".join(_STACK_TRACE.split(_ERROR_PREFIXES.sub("", text, 1))[0].split())
     return line.replace(" ↳ ", ": ")[:300].rstrip(". ")

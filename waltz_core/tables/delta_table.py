@@ -37,7 +37,7 @@ from waltz_core.tables.delta_commits import DeltaCommit, find_newest_commit, ful
 from waltz_core.tables.delta_errors import TWO_PARTITIONS_PREFIX, library_error
 from waltz_core.tables.follower import TABLE_REMOVED_TEXT, TableState
 from waltz_core.tables.inferred_columns import LOG_COLUMNS, field_count
-from waltz_core.tables.row_changes import DELETED, ArrowTable
+from waltz_core.tables.row_changes import DELETED_COLUMN, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode_marks, encode_marks
 
 try:
@@ -183,9 +183,11 @@ class FollowedDeltaTable:
             _check_partition_values(table, rows)
             if self._has_key(table):
                 version_before = self._add_fields(table, rows)
-                self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
+                self._merge(
+                    table, rows.append_column(DELETED_COLUMN, changes[DELETED_COLUMN]), marks
+                )
             else:
-                _commit_rows(table, rows.filter(pc.invert(changes[DELETED])), marks)
+                _commit_rows(table, rows.filter(pc.invert(changes[DELETED_COLUMN])), marks)
             return table.version() != version_before
 
     def _rows_of_changes(self, changes: ArrowTable) -> ArrowTable:
@@ -224,7 +226,7 @@ class FollowedDeltaTable:
         values = {
             _quote_name(name): f"source.{_quote_name(name)}" for name in source.schema.names[:-1]
         }
-        is_deleted = f"source.{_quote_name(DELETED)}"
+        is_deleted = f"source.{_quote_name(DELETED_COLUMN)}"
         is_key = (
             f"target.{quoted_name} = source.{quoted_name}"
             for quoted_name in map(_quote_name, self._key)
@@ -293,7 +295,7 @@ def _with_position_columns(schema: ArrowSchema) -> ArrowSchema:
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
     """Return the schema of the table for changes with inferred columns; raises BadConfig."""
-    reserved = (*LOG_COLUMNS, DELETED)
+    reserved = (*LOG_COLUMNS, DELETED_COLUMN)
     inferred = pa.schema([part for part in changes.schema if part.name not in reserved])
     check_schema(inferred)
     return _with_position_columns(inferred)

@@ -27,7 +27,7 @@ from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.tables.follower import errors_of_table
 from waltz_core.tables.inferred_columns import LOG_COLUMNS, with_inferred_columns
 from waltz_core.tables.row_changes import (
-    DELETED,
+    DELETED_COLUMN,
     PART_BYTES,
     ArrowTable,
     ChangeRules,
@@ -320,7 +320,7 @@ def add_changes_inferring_columns(
     """
     if not part.num_rows:
         return changes
-    reserved = (*LOG_COLUMNS, DELETED)
+    reserved = (*LOG_COLUMNS, DELETED_COLUMN)
     known_columns = pa.schema([field for field in changes.schema if field.name not in reserved])
     rows = with_inferred_columns(part, known_columns, data_format)
     known_columns = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])

@@ -13,10 +13,10 @@ Rules:
        program has committed first, the follower reads the table again. Exception: a separate
        commit, with the current marks, may add new fields of structs before the batch.
     3. A batch without changes writes no commit. If the marks have advanced, the follower commits
-       the marks alone when its last commit is older than `MARKS_COMMIT_S`, or when the follower
-       ends. If the user created the table, and the table has no marks yet, the follower stores its
-       start marks when it ends. Without these stored marks, the next run would need the start marks
-       again.
+       the marks alone when its last commit is older than `MARKS_COMMIT_INTERVAL_S`, or when the
+       follower ends. If the user created the table, and the table has no marks yet, the follower
+       stores its start marks when it ends. Without these stored marks, the next run would need the
+       start marks again.
     4. Commits of other programs after the follower's last commit are checked. A commit that
        replaces the rows of the table, such as a `RESTORE`, is an error. A commit of a follower with
        another name is an error, because each of the two followers would overwrite newer rows with
@@ -48,7 +48,7 @@ from waltz_core.tables.table_marks import (
 )
 
 # After this number of seconds without a commit, marks that have moved are committed alone (rule 3).
-MARKS_COMMIT_S = 600.0
+MARKS_COMMIT_INTERVAL_S = 600.0
 # The maximum number of conflicts with other commits, without progress of the table marks.
 CONFLICTS_MAX = 20
 
@@ -220,7 +220,7 @@ class TableProgress(Generic[ChangesT]):
         self._table, self._location = table, location
         self._follower, self._given_marks = follower, follower.marks
         self._clock_s = clock_s
-        self._committed_s = clock_s()
+        self._last_commit_s = clock_s()
         self._last_read: tuple[str | None, int | None] | None = (
             None  # metadata, version; as last read
         )
@@ -242,14 +242,17 @@ class TableProgress(Generic[ChangesT]):
         return self._stored_marks
 
     @property
-    def has_moved(self) -> bool:
+    def has_unstored_marks(self) -> bool:
         """Whether the marks differ from the marks that the table stores."""
         return dict(self.marks) != dict(self._stored_marks.marks)
 
     @property
     def is_commit_due(self) -> bool:
         """Whether to commit new marks alone, because the last commit is old (rule 3)."""
-        return self.has_moved and self._clock_s() - self._committed_s >= MARKS_COMMIT_S
+        return (
+            self.has_unstored_marks
+            and self._clock_s() - self._last_commit_s >= MARKS_COMMIT_INTERVAL_S
+        )
 
     def read(self, log: FollowedLog[ChangesT]) -> bool:
         """Read the newest version of the table; return False if another commit came first."""
@@ -378,7 +381,7 @@ class TableProgress(Generic[ChangesT]):
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
         self._is_created = True
-        if self.is_commit_due or (is_end and (self.has_moved or not self._has_marks)):
+        if self.is_commit_due or (is_end and (self.has_unstored_marks or not self._has_marks)):
             self._commit(None, self.marks)
 
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
@@ -392,7 +395,7 @@ class TableProgress(Generic[ChangesT]):
             _log.debug("follow.committed table=%s marks=%s", self._location, _marks_text(marks))
             self._stored_marks = new_marks
             self._is_created = self._has_marks = True
-            self._committed_s = self._clock_s()
+            self._last_commit_s = self._clock_s()
             self._conflict_count = 0
 
 

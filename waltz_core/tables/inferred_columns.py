@@ -19,7 +19,7 @@ import pyarrow as pa
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadFormat
 from waltz_core.records.unpacking import Unpacker
-from waltz_core.tables.row_changes import DELETED, ArrowTable
+from waltz_core.tables.row_changes import DELETED_COLUMN, ArrowTable
 
 ArrowType: TypeAlias = pa.DataType
 
@@ -31,7 +31,7 @@ COLUMNS_MAX = 1_000
 # The columns of the log in the rows of a follower. These names and those of the position columns
 # are reserved in upper case and in lower case, because Spark ignores case.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
-_RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
+_RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED_COLUMN}
 
 _ARROW_TYPES: dict[type, ArrowType] = {
     bool: pa.bool_(),

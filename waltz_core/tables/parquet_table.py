@@ -45,20 +45,24 @@ from waltz_core.errors import BadConfig, BadRequest, ObjectMissing, Superseded, 
 from waltz_core.tables.delta_errors import CREDENTIALS_HINT, PERMISSION_HINT
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.inferred_columns import LOG_COLUMNS
-from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
+from waltz_core.tables.row_changes import DELETED_COLUMN, ArrowTable, ChangeRules
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks, encode_marks
 
 MARKS_FILE: Final = "_waltz.json"
 _WRITING_FOLDER: Final = "_writing"
 _REMOVED_FOLDER: Final = "_removed"
-_COMPLETE_BATCH: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
+_COMPLETE_BATCH_PATTERN: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
 # The position columns of the table (rule 4), and the columns of the changes from which they come.
 _POSITION_COLUMNS: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _POSITION_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
-_RESERVED: Final = {*_POSITION_COLUMNS, DELETED, "batch"}  # readers add a column `batch`
+_RESERVED_NAMES: Final = {
+    *_POSITION_COLUMNS,
+    DELETED_COLUMN,
+    "batch",
+}  # readers add a column `batch`
 # Denied access: error numbers of a directory, and texts of the libraries for object stores.
 _DENIED_ERRNOS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
-_DENIED_TEXT: Final = re.compile(
+_DENIED_PATTERN: Final = re.compile(
     r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|"
     r"status\W+40[13]\b"
 )
@@ -113,7 +117,7 @@ class FollowedParquetTable:
                 for file_name in self._all_file_names()
                 if not file_name.startswith(own_prefixes)
             ]
-        if other_files and not any(map(_COMPLETE_BATCH.fullmatch, other_files)):
+        if other_files and not any(map(_COMPLETE_BATCH_PATTERN.fullmatch, other_files)):
             raise BadConfig(
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
                 f"found {other_files[0]}. Hint: use another directory."
@@ -229,7 +233,7 @@ class FollowedParquetTable:
         """Return the numbers of all complete batches."""
         return [
             int(match[1])
-            for match in map(_COMPLETE_BATCH.fullmatch, self._all_file_names())
+            for match in map(_COMPLETE_BATCH_PATTERN.fullmatch, self._all_file_names())
             if match
         ]
 
@@ -305,7 +309,7 @@ def _translate_errors(uri: str, store: ArchiveStore) -> Iterator[None]:
             raise BadRequest(text) from error
         if getattr(cause, "errno", None) in _DENIED_ERRNOS:
             raise BadConfig(f"{text}. {PERMISSION_HINT}") from error
-        if _DENIED_TEXT.search(str(cause)):
+        if _DENIED_PATTERN.search(str(cause)):
             raise BadConfig(f"{text.rstrip('.')}. {CREDENTIALS_HINT}") from error
         raise Unavailable(text) from error
 
@@ -347,8 +351,8 @@ def _write_parquet_file(
 
 
 def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
-    if pc.any(changes[DELETED]).as_py():
-        row = pc.index(changes[DELETED], value=True).as_py()
+    if pc.any(changes[DELETED_COLUMN]).as_py():
+        row = pc.index(changes[DELETED_COLUMN], value=True).as_py()
         partition, transaction = (changes[name][row] for name in _POSITION_COLUMNS.values())
         raise BadRequest(
             f"partition {partition}, transaction {transaction}: found a delete, but rows of "
@@ -364,13 +368,13 @@ def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
 
 def with_position_columns(schema: ArrowSchema) -> ArrowSchema:
     """Add the position columns to the columns of a table; raises BadConfig for reserved names."""
-    names_by_lower = {name: name for name in _RESERVED}
+    names_by_lower = {name: name for name in _RESERVED_NAMES}
     for name in schema.names:
         if (other_name := names_by_lower.get(name.lower())) is not None:
             raise BadConfig(
                 f"column {name!r}: the name {other_name!r} is already used, and the table does not "
                 "distinguish upper and lower case. Reserved names are "
-                f"{', '.join(sorted(_RESERVED))}. Hint: rename the column."
+                f"{', '.join(sorted(_RESERVED_NAMES))}. Hint: rename the column."
             )
         names_by_lower[name.lower()] = name
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _POSITION_TYPES.items())])
@@ -387,7 +391,7 @@ def _check_types(schema: Iterable[pa.Field]) -> None:
 
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
-    reserved = (*LOG_COLUMNS, DELETED)
+    reserved = (*LOG_COLUMNS, DELETED_COLUMN)
     return with_position_columns(
         pa.schema([part for part in changes.schema if part.name not in reserved])
     )

@@ -42,9 +42,9 @@ from waltz_core.user_functions import is_function_name, load_function
 ArrowTable: TypeAlias = pa.Table
 
 PART_BYTES: Final = 32 * 1024 * 1024
-DELETED = "_deleted"
-_DELETED_FIELD = pa.field(DELETED, pa.bool_(), nullable=False)
-_POSITION = ("partition", "transaction_id")
+DELETED_COLUMN = "_deleted"
+_DELETED_FIELD = pa.field(DELETED_COLUMN, pa.bool_(), nullable=False)
+_POSITION_COLUMNS = ("partition", "transaction_id")
 
 _KEY_TYPES: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_boolean,
@@ -115,7 +115,7 @@ class ChangesFunction:
             BadRequest: the function has raised an error, or its result is not valid.
         """
         result = _call_function(self.name, rows)
-        expected = {*self.columns.names, *_POSITION, DELETED}
+        expected = {*self.columns.names, *_POSITION_COLUMNS, DELETED_COLUMN}
         if set(result.schema.names) != expected:
             raise _bad_result_error(
                 self.name,
@@ -123,7 +123,11 @@ class ChangesFunction:
                 f"the columns {_names_text(expected)}",
                 _names_text(result.schema.names),
             )
-        fields = [*self.columns, *(rows.schema.field(name) for name in _POSITION), _DELETED_FIELD]
+        fields = [
+            *self.columns,
+            *(rows.schema.field(name) for name in _POSITION_COLUMNS),
+            _DELETED_FIELD,
+        ]
         columns = []
         for part in fields:
             column = result[part.name]
@@ -161,7 +165,7 @@ class ChangeRules:
         if self.function is not None and (self.delete_headers or self.delete_where):
             raise BadConfig(
                 f"expected either the changes function {self.function.name} or rules for deletes, "
-                f"found both. Hint: let the function return a boolean column {DELETED!r}."
+                f"found both. Hint: let the function return a boolean column {DELETED_COLUMN!r}."
             )
 
     def stored_rules(self, headers: Iterable[int] | None) -> StoredRules:
@@ -208,7 +212,7 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
         BadConfig: a column is missing, a key column has a type that is not permitted, or the
             literal of `delete_where` does not fit its column's type.
     """
-    used_columns = [*_POSITION, *(["header"] if rules.delete_headers else [])]
+    used_columns = [*_POSITION_COLUMNS, *(["header"] if rules.delete_headers else [])]
     used_columns += [] if rules.delete_where is None else [rules.delete_where.column]
     if rules.function is None:
         _check_key_types(rules.key, schema)
@@ -272,7 +276,7 @@ def _literal_scalar(condition: DeleteCondition, kind: pa.DataType) -> pa.Scalar:
 
 def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     """Return the transactions after the marks of a table."""
-    partitions, ids = (rows[name].to_numpy() for name in _POSITION)
+    partitions, ids = (rows[name].to_numpy() for name in _POSITION_COLUMNS)
     is_new = np.ones(rows.num_rows, dtype=np.bool_)
     for partition, mark in marks.items():
         is_new &= (partitions != partition) | (ids > mark)
@@ -332,7 +336,7 @@ def _check_key_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
 
 
 def _row_text(changes: ArrowTable, row: int) -> str:
-    partition, transaction = (changes[name][row].as_py() for name in _POSITION)
+    partition, transaction = (changes[name][row].as_py() for name in _POSITION_COLUMNS)
     return f"partition {partition}, transaction {transaction}"
 
 
@@ -355,7 +359,9 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
             f"{name!r}"
         )
     result_schema = _call_function(name, schema.empty_table()).schema
-    columns = pa.schema([part for part in result_schema if part.name not in (*_POSITION, DELETED)])
+    columns = pa.schema(
+        [part for part in result_schema if part.name not in (*_POSITION_COLUMNS, DELETED_COLUMN)]
+    )
     if not columns.names:
         raise BadRequest(
             f"result of the changes function {name} for an input without transactions: expected "
@@ -390,7 +396,7 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     names = result.schema.names
     if len(set(names)) < len(names):
         raise _bad_result_error(name, rows, "different names of columns", str(names))
-    for position_column in _POSITION:
+    for position_column in _POSITION_COLUMNS:
         kind = rows.schema.field(position_column).type
         if position_column not in names or result[position_column].type != kind:
             found_text = (
@@ -401,21 +407,25 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
             raise _bad_result_error(
                 name, rows, f"a column {position_column!r} of type {kind}", str(found_text)
             )
-    if DELETED not in names:
+    if DELETED_COLUMN not in names:
         return result.append_column(_DELETED_FIELD, pa.array(np.zeros(len(result), dtype=np.bool_)))
-    if result[DELETED].type != pa.bool_() or result[DELETED].null_count:
-        kind = result[DELETED].type
+    if result[DELETED_COLUMN].type != pa.bool_() or result[DELETED_COLUMN].null_count:
+        kind = result[DELETED_COLUMN].type
         found_text = "a null" if kind == pa.bool_() else str(kind)
-        raise _bad_result_error(name, rows, f"true or false in column {DELETED!r}", found_text)
+        raise _bad_result_error(
+            name, rows, f"true or false in column {DELETED_COLUMN!r}", found_text
+        )
     return result
 
 
 def _check_transactions(name: str, result: ArrowTable, rows: ArrowTable) -> None:
     """Check that all changes belong to transactions that the function has received."""
-    if any(result[position_column].null_count for position_column in _POSITION):
-        raise _bad_result_error(name, rows, f"{' and '.join(_POSITION)} in each row", "a null")
-    unknown_rows = result.select(_POSITION).join(
-        rows.select(_POSITION), list(_POSITION), join_type="left anti"
+    if any(result[position_column].null_count for position_column in _POSITION_COLUMNS):
+        raise _bad_result_error(
+            name, rows, f"{' and '.join(_POSITION_COLUMNS)} in each row", "a null"
+        )
+    unknown_rows = result.select(_POSITION_COLUMNS).join(
+        rows.select(_POSITION_COLUMNS), list(_POSITION_COLUMNS), join_type="left anti"
     )
     if unknown_rows.num_rows:
         expected = "changes only for transactions that the function was given"
@@ -513,7 +523,7 @@ def combine_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
 def empty_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
     """Return an empty table of changes for transactions with a schema."""
     if rules.function is not None:
-        schema = pa.schema([*rules.function.columns, *map(schema.field, _POSITION)])
+        schema = pa.schema([*rules.function.columns, *map(schema.field, _POSITION_COLUMNS)])
     return schema.append(_DELETED_FIELD).empty_table()
 
 

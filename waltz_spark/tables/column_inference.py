@@ -21,7 +21,7 @@ from pyspark.sql.types import StructType
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.tables.followed_log import check_decrypted, compute_changes_inferring_columns
 from waltz_core.tables.inferred_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
-from waltz_core.tables.row_changes import DELETED, ChangeRules, combine_batches
+from waltz_core.tables.row_changes import DELETED_COLUMN, ChangeRules, combine_batches
 from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
 
@@ -63,7 +63,7 @@ class ColumnInferringRead:
                     combine_batches(rows), self.rules, self.known, self.data_format
                 )
                 names = [name for name in changes.schema.names if name not in LOG_COLUMNS]
-                names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
+                names = [*names[:-1], *LOG_COLUMNS[:2], DELETED_COLUMN]
                 yield from _encode_changes(number, changes.select(names))
 
 
@@ -146,7 +146,7 @@ class ColumnInference:
             columns = self._run_tasks(replace(read, known=columns))
         assert self._parts is not None, "the tasks have run"
         position = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
-        deleted = pa.field(DELETED, pa.bool_(), nullable=False)
+        deleted = pa.field(DELETED_COLUMN, pa.bool_(), nullable=False)
         schema = pa.schema([*columns, *position, deleted])
         packed_changes = self._parts.where("changes IS NOT NULL").select("changes")
         return packed_changes.mapInArrow(ArrowChangesDecoder(schema), spark_schema(schema))

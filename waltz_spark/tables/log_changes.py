@@ -31,7 +31,7 @@ from pyspark.sql.types import (
 from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import LogStateReader
 from waltz_core.tables.row_changes import (
-    DELETED,
+    DELETED_COLUMN,
     ChangeRules,
     check_rules,
     combine_batches,
@@ -271,7 +271,9 @@ def changes_schema(schema: StructType) -> StructType:
     """Return the columns of changes (rule 2); all but the key are null in some deletes."""
     position = [each for each in _POSITION_FIELDS if each.name not in schema.names]
     columns = [StructField(each.name, each.dataType) for each in schema]
-    return StructType([*columns, *position, StructField(DELETED, BooleanType(), nullable=False)])
+    return StructType(
+        [*columns, *position, StructField(DELETED_COLUMN, BooleanType(), nullable=False)]
+    )
 
 
 def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
@@ -305,7 +307,7 @@ def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     def column(name: str) -> Column:
         number = short_names[name]
         value = F.col(number) if name in key else F.col(f"last.{number}")
-        if name == DELETED:
+        if name == DELETED_COLUMN:
             value = F.when(F.col("low") == F.col("high"), value).otherwise(error.cast("boolean"))
         return value.alias(name)
 

@@ -16,7 +16,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig
 from waltz_core.tables.inferred_columns import LOG_COLUMNS
-from waltz_core.tables.row_changes import DELETED
+from waltz_core.tables.row_changes import DELETED_COLUMN
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS_PREFIX
 
 
@@ -55,9 +55,10 @@ def merge_actions(
     is_key = (f"target.{each} = source.{each}" for each in map(quote_identifier, key))
     return (  # names are quoted
         f"{' AND '.join(is_key)} "  # noqa: S608
-        f"WHEN MATCHED AND {_delete_condition(f'source.{DELETED}', key, position)} THEN DELETE "
+        f"WHEN MATCHED AND {_delete_condition(f'source.{DELETED_COLUMN}', key, position)} "
+        "THEN DELETE "
         f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
-        f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
+        f"WHEN NOT MATCHED AND NOT source.{DELETED_COLUMN} THEN "
         f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
     )
 
@@ -110,7 +111,7 @@ def check_column_names(
             )
     # A column of the log may be declared. The `MERGE` distinguishes it from the position columns.
     log = [name for name in LOG_COLUMNS if name not in schema.names]
-    reserved_names = {*reserved, *log, DELETED}
+    reserved_names = {*reserved, *log, DELETED_COLUMN}
     names_by_lower = {name: name for name in reserved_names}
     for name in schema.names:
         if name.lower() in names_by_lower:

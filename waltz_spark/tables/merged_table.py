@@ -38,7 +38,7 @@ from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.delta_commits import DeltaCommit, find_newest_commit, full_operation_name
 from waltz_core.tables.follower import TableState
-from waltz_core.tables.row_changes import DELETED
+from waltz_core.tables.row_changes import DELETED_COLUMN
 from waltz_core.tables.table_marks import TableMarks, decode_marks, encode_marks
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.merge_statement import (
@@ -191,7 +191,7 @@ class MergedDeltaTable:
 
     def _columns_of_changes(self, changes: DataFrame | None) -> StructType:
         """Return the table columns of changes; Delta may not support the name of a column."""
-        reserved = {*POSITION_COLUMNS._asdict(), DELETED}
+        reserved = {*POSITION_COLUMNS._asdict(), DELETED_COLUMN}
         schema = _nullable_columns(
             [] if changes is None else [x for x in changes.schema if x.name not in reserved]
         )

@@ -14,20 +14,20 @@ from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unav
 from waltz_core.tables.delta_errors import library_error
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
 from waltz_core.tables.follower import OtherCommit
-from waltz_core.tables.row_changes import DELETED
+from waltz_core.tables.row_changes import DELETED_COLUMN
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks, encode_marks
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1, 1: -1})
 SCHEMA = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("select", pa.float64())])
-COLUMNS = [*SCHEMA.names, "partition", "transaction_id", DELETED]
+COLUMNS = [*SCHEMA.names, "partition", "transaction_id", DELETED_COLUMN]
 
 
 def changes(*rows: tuple, schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return changes: the columns of the schema, partition and ID, and whether it is a delete."""
     fields = [*schema, ("partition", pa.int32()), ("transaction_id", pa.int64())]
-    fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
-    names = [*schema.names, "partition", "transaction_id", DELETED]
+    fields.append(pa.field(DELETED_COLUMN, pa.bool_(), nullable=False))
+    names = [*schema.names, "partition", "transaction_id", DELETED_COLUMN]
     return pa.Table.from_pylist(
         [dict(zip(names, row, strict=True)) for row in rows], pa.schema(fields)
     )

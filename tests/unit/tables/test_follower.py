@@ -24,7 +24,12 @@ from waltz_core.errors import (
     Superseded,
     Unavailable,
 )
-from waltz_core.tables.follower import CONFLICTS_MAX, MARKS_COMMIT_S, Follower, TableProgress
+from waltz_core.tables.follower import (
+    CONFLICTS_MAX,
+    MARKS_COMMIT_INTERVAL_S,
+    Follower,
+    TableProgress,
+)
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks
 
 KEY = "00112233445566778899aabbccddeeff"
@@ -111,7 +116,7 @@ def test_advanced_marks_are_committed_after_ten_minutes():
         waits.append(len(table))
         if len(waits) == 4:
             raise Killed
-        now_s += MARKS_COMMIT_S / 2
+        now_s += MARKS_COMMIT_INTERVAL_S / 2
 
     log.on_wait = wait
     with pytest.raises(Killed):
@@ -130,7 +135,7 @@ def test_advanced_marks_are_committed_even_if_the_log_is_never_idle():
         if len(log.partitions[0]) == 8:
             raise Killed
         log.partitions[0].append(("a", None))
-        now_s += MARKS_COMMIT_S / 2
+        now_s += MARKS_COMMIT_INTERVAL_S / 2
         return replayed(starts, ends)
 
     log.replayed = grow
@@ -147,11 +152,11 @@ def test_the_ten_minutes_begin_with_the_last_commit():
 
     def wait() -> None:
         nonlocal now_s
-        at.append((now_s / MARKS_COMMIT_S, len(table)))
+        at.append((now_s / MARKS_COMMIT_INTERVAL_S, len(table)))
         if len(at) == 6:
             raise Killed
         log.partitions[0].append(("a", 1) if len(at) == 2 else ("b", None))
-        now_s += MARKS_COMMIT_S * 0.4
+        now_s += MARKS_COMMIT_INTERVAL_S * 0.4
 
     log.on_wait = wait
     with pytest.raises(Killed):

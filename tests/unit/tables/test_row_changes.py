@@ -11,7 +11,7 @@ import pytest
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables import row_changes
 from waltz_core.tables.row_changes import (
-    DELETED,
+    DELETED_COLUMN,
     ChangeRules,
     ChangesFunction,
     DeleteCondition,
@@ -45,7 +45,7 @@ def log(*rows: tuple, partition: int = 0) -> pa.Table:
 def deletes_of(rows: pa.Table, **rules: object) -> list[bool]:
     checked = ChangeRules(["id"], **rules)
     check_rules(checked, rows.schema)
-    return compute_changes(rows, checked)[DELETED].to_pylist()
+    return compute_changes(rows, checked)[DELETED_COLUMN].to_pylist()
 
 
 def test_a_transaction_is_a_delete_by_its_header_or_by_the_condition():
@@ -183,7 +183,7 @@ def test_the_last_transaction_determines_the_change_of_a_key():
         last = last_changes(order, ["id"])
         assert last["transaction_id"].to_pylist() == [1, 2, 3]
         assert last["id"].to_pylist() == [2, 1, 3]
-        assert last[DELETED].to_pylist() == [False, True, False]
+        assert last[DELETED_COLUMN].to_pylist() == [False, True, False]
 
 
 def test_a_column_of_a_key_may_have_any_name():
@@ -250,13 +250,13 @@ def test_several_changes_of_a_transaction_are_applied_in_the_order_of_the_functi
         """Return a delete of the row and an insert, for each transaction."""
         duplicated = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
         flags = [True] * rows.num_rows + [False] * rows.num_rows
-        return duplicated.append_column(DELETED, pa.array(flags, pa.bool_()))
+        return duplicated.append_column(DELETED_COLUMN, pa.array(flags, pa.bool_()))
 
     rules = rules_with(function)
     assert rules.function.columns.names == ["id"]
     changes = compute_changes(log((0, 1, "", 0.0), (0, 2, "", 0.0)), rules)
     assert changes.num_rows == 4
-    assert last_changes(changes, ["id"])[DELETED].to_pylist() == [False, False]
+    assert last_changes(changes, ["id"])[DELETED_COLUMN].to_pylist() == [False, False]
     assert reduce_batches([], rules, log().schema).schema.names == changes.schema.names
     assert compute_changes(log(), rules) == reduce_batches([], rules, log().schema)
 
@@ -293,7 +293,7 @@ ROWS_PREFIX = (
             f"{PREFIX}different names of columns, found",
         ),
         (
-            lambda rows: _with(rows, DELETED, [1], pa.int8()),
+            lambda rows: _with(rows, DELETED_COLUMN, [1], pa.int8()),
             f"{PREFIX}true or false in column '_deleted', found int8",
         ),
         (
@@ -309,7 +309,7 @@ ROWS_PREFIX = (
             f"{ROWS_PREFIX}: expected partition and transaction_id in each row, found a null",
         ),
         (
-            lambda rows: _with(rows, DELETED, [None], pa.bool_()),
+            lambda rows: _with(rows, DELETED_COLUMN, [None], pa.bool_()),
             f"{ROWS_PREFIX}: expected true or false in column '_deleted'",
         ),
         (

@@ -407,7 +407,7 @@ class OwnerRequests:
 
     async def _fetch_range_from(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
         if reader.link.is_legacy_server:
-            return chunk_of_records(query, await self._legacy_reads.range(reader, query))
+            return chunk_of_records(query, await self._legacy_reads.read_range(reader, query))
         answer = await _request_answer(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
         )
@@ -418,7 +418,7 @@ class OwnerRequests:
 
         async def query_owner(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_legacy_server:
-                return chunk_of_records(query, await self._legacy_reads.data_range(reader, query))
+                return chunk_of_records(query, await self._legacy_reads.read_data(reader, query))
             return await self._fetch_range_from(query, reader)
 
         return await self._query_until_answered(partition_id, query_owner, is_bulk=True)

@@ -81,7 +81,7 @@ def decode_permissions(data: bytes) -> Permissions:
     try:
         return _parse_permissions(_DECODER.decode(data.decode("utf-8")))
     except RecursionError as error:
-        raise BadFormat(f"permissions: {strict_json.TOO_DEEP}") from error
+        raise BadFormat(f"permissions: {strict_json.TOO_DEEP_TEXT}") from error
     except ValueError as error:
         raise BadFormat(f"permissions: {error}") from error
 

@@ -148,7 +148,7 @@ class Server:
         self._server_id = server_id
         self.partition_count = cluster.params.partition_count
         self.hosts: dict[PartitionId, Host] = {}
-        self.metrics = Metrics("server", with_process=True)
+        self.metrics = Metrics("server", has_process_metrics=True)
         self._limits = partition_limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
         self._throttle = LargeBatchThrottle(is_enabled=config.small_requests_first)

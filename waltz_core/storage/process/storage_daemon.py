@@ -182,7 +182,7 @@ class StorageDaemon:
     def __init__(
         self, config: StorageConfig, cluster: StaticCluster, coordinator: Coordinator | None
     ) -> None:
-        self.metrics = Metrics("storage", with_process=True)
+        self.metrics = Metrics("storage", has_process_metrics=True)
         self.address = ""
         self._storage_metrics = StorageMetrics(self.metrics, clock_ms=loop_clock_ms)
         self._config = config
