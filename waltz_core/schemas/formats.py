@@ -238,8 +238,8 @@ class SchemaFormat:
     def _required_subject(self) -> str:
         if self._subject is None:
             raise BadConfig(
-                f"{type(self).__name__}: writing needs the argument subject. Hint: a subject has "
-                "the versions of one schema, such as 'orders-value'."
+                f"{type(self).__name__}: writing needs the argument subject. Hint: a subject, "
+                "such as 'orders-value', has the versions of one schema."
             )
         return self._subject
 

@@ -100,7 +100,7 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
         if not isinstance(name, str) or name.lower() in _RESERVED_NAMES:
             raise _Mismatch(
                 name,
-                f"a text that is none of {', '.join(sorted(_RESERVED_NAMES))} as column name",
+                f"a text other than {', '.join(sorted(_RESERVED_NAMES))} as column name",
                 repr(name),
             )
         widened = _widen_type(known_type, value, name)
