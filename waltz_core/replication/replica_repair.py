@@ -357,7 +357,7 @@ class ReplicaRepair:
                 f"truncation: expected a log that ends at transaction {step.last_to_keep}, "
                 f"found {last}"
             )
-        # The log may now end inside a batch, and the known lineage is that of the log before the
+        # The log may now end inside a batch, and the known lineage describes the log before the
         # truncation.
         is_batch_end = step.base == last and step.base_chain == chain
         was_aligning = self._search_end is not None

@@ -254,7 +254,7 @@ class SendToClient:
 
 @value(frozen=True, slots=True)
 class Fetch:
-    """Read from a storage, over another connection than that of the store session.
+    """Read from a storage, but not over the connection of the store session.
 
     `is_urgent`: use a shorter timeout, after which another storage is queried.
     """

@@ -6,7 +6,7 @@ only calls the asyncio client (`async_client.py`).
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,
        hooks and callbacks run on worker threads and may block.
-    2. A method may be called from any thread except that of the loop.
+    2. A method may be called from any thread except the thread of the loop.
     3. A client belongs to the process that has opened it; a forked child gets a UsageError.
     4. Another thread may close the client at any moment. So no call is scheduled on a loop that is
        ending or has ended. Later calls raise UsageError.

@@ -49,7 +49,7 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-_DIAL_NUMBER = 0  # the number of all dials; connections have the numbers from 1 on
+_DIAL_NUMBER = 0  # all dials have this number; connections have the numbers from 1 on
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]

@@ -153,7 +153,7 @@ class WriteRequests:
         await self._carry_out_operation(make_request, lambda _: None, use_zookeeper)
 
     async def tasks(self, write: str, run: str = "") -> WriteTasks:
-        """Return the tasks that were begun; `others` are those of runs other than `run`."""
+        """Return the tasks that were begun; `others` are the tasks of runs other than `run`."""
 
         async def use_zookeeper(coordinator: Coordinator) -> WriteTasks:
             states_by_number = await coordinator.writes.read_tasks(write)

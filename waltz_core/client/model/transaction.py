@@ -123,7 +123,8 @@ class TransactionBuilder:
         # new. An application that reads its own mark and its data in one database transaction sets
         # its own mark here.
         self.client_high_water_mark = client_high_water_mark
-        # Only for a `pipelined` context: the transactions in flight, and the mark of its state.
+        # Only for a `pipelined` context: the transactions in flight, and the last mark that was
+        # passed to `predecessors`.
         self.pipelined_state: PipelinedState | None = None
         self.pipelined_from: TransactionId | None = None
         self.header = 0

@@ -76,7 +76,7 @@ class Consumer(Protocol):
         last: TransactionId,
         is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order while `is_running()` is True, up to the first that raises.
+        """Apply transactions in order while `is_running()` is True, until a callback raises.
 
         When all transactions are applied, the log is applied up to `last`. A consumer may apply
         only a part of them. A batched consumer may apply any number. Any other consumer applies at
@@ -112,7 +112,7 @@ class LoopConsumer:
         last: TransactionId,
         is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order while `is_running()` is True, up to the first that raises."""
+        """Apply transactions in order while `is_running()` is True, until a callback raises."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
         loop = asyncio.get_running_loop()

@@ -130,8 +130,8 @@ def creation_steps(
 ) -> list[list[Operation]]:
     """Return the writes, in order; `root_version` is NO_NODE if the root does not exist.
 
-    For a cluster that is rebuilt or restored, `data_by_path` contains the data of the nodes that do
-    not get their initial data, and `added_nodes` are additional nodes.
+    For a cluster that is rebuilt or restored, `data_by_path` contains the data that some nodes get
+    instead of their initial data, and `added_nodes` are additional nodes.
     """
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}

@@ -127,8 +127,8 @@ class PartitionAssignment:
 
     Node `R/serverDescriptors`: byte 3, int32 cversion, int32 partition count, int32 n, n x server.
     A server is int32 ID, int32 m, m x (int32 partition, int32 generation). The assignment is in
-    force while `cversion` equals the child version of the node, that is, while exactly those
-    servers are registered for which it was computed.
+    force while `cversion` equals the child version of the node, that is, while the
+    registered servers are exactly the servers for which it was computed.
     """
 
     cversion: int = NO_CVERSION

@@ -68,7 +68,7 @@ class KazooHooks:
 
     @property
     def session_timeout_ms(self) -> int:
-        """The granted session timeout, or the requested one before that."""
+        """The granted session timeout; until one is granted, the requested one."""
         return self.watchdog.timeout_ms
 
     def _invoke_hooked(self, timeout_s: float, request: object, xid: int | None = None) -> Any:  # noqa: ANN401 - kazoo's

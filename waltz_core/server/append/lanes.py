@@ -64,7 +64,7 @@ class Lanes(Generic[WaitingT]):
         # All lanes. Empty lanes are removed when no lane has a request.
         self._lanes: dict[ConnectionId, _Lane[WaitingT]] = {}
         # Heaps of the lanes with requests, ordered by clock and then by arrival. The request at the
-        # head of a lane determines the heap. There are also stale entries.
+        # head of a lane determines the heap. The heaps also contain stale entries.
         self._small: list[_LaneEntry] = []
         self._large: list[_LaneEntry] = []
         self._last_serial_number = 0

@@ -54,7 +54,7 @@ from waltz_core.storage.files.record_search import (
 )
 
 # The maximum number of records in a file of 4 GiB. If more records are missing, whole files are
-# missing, and they must not be treated as a hole.
+# missing, and the gap must not be treated as a hole.
 HOLE_IDS_MAX = (4 << 30) // RECORD_OVERHEAD_BYTES
 _PIECE_IDS = 1 << 16  # the IDs of a hole that are in memory at once
 I64 = npt.NDArray[np.int64]

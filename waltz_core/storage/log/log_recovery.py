@@ -198,8 +198,8 @@ def _open_slots(
         raise BadFormat(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
-    # In the slot, a sequence below that of the control file makes this opening adopt the records.
-    # If a crash interrupts this opening, the next opening adopts them.
+    # The sequence in the slot is below the sequence in the control file, so this opening adopts the
+    # records. If a crash interrupts this opening, the next opening adopts them.
     slot = Slot(header_template.partition_id, control_file_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
