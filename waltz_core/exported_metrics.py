@@ -73,12 +73,12 @@ class _ExportedValues(Collector):
     """All sources of metrics in this process, each of them once."""
 
     def __init__(self) -> None:
-        self._reads: dict[Callable[[MetricValues], None], None] = {}
+        self._read_functions: dict[Callable[[MetricValues], None], None] = {}
 
     def add(self, read: Callable[[MetricValues], None]) -> None:
-        if not self._reads:
+        if not self._read_functions:
             REGISTRY.register(self)
-        self._reads[read] = None
+        self._read_functions[read] = None
 
     def describe(self) -> Iterable[Family]:
         """Return nothing: the registration must not read values."""
@@ -86,7 +86,7 @@ class _ExportedValues(Collector):
 
     def collect(self) -> Iterable[Family]:
         values = MetricValues()
-        for read in list(self._reads):
+        for read in list(self._read_functions):
             read(values)
         return values.families
 

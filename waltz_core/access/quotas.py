@@ -144,22 +144,22 @@ class Quota:
         self.usage = usage
         self.connections: dict[Hashable, None] = {}  # in the order of arrival
         self.feeds: dict[CountedFeedKey, Hashable] = {}  # the connection of each feed
-        self._bytes: TokenBucket | None = None
-        self._appends: TokenBucket | None = None
-        self._rejections = TokenBucket(REJECTIONS_PER_S)
+        self._byte_bucket: TokenBucket | None = None
+        self._append_bucket: TokenBucket | None = None
+        self._rejection_bucket = TokenBucket(REJECTIONS_PER_S)
         self.set_limits(limits)
 
     def set_limits(self, limits: PrincipalLimits) -> None:
         """Apply the limits of a permissions revision (rule 5)."""
         if limits.bytes_per_s != self.limits.bytes_per_s:
-            self._bytes = _bucket_for_rate(limits.bytes_per_s)
+            self._byte_bucket = _bucket_for_rate(limits.bytes_per_s)
         if limits.appends_per_s != self.limits.appends_per_s:
-            self._appends = _bucket_for_rate(limits.appends_per_s)
+            self._append_bucket = _bucket_for_rate(limits.appends_per_s)
         self.limits = limits
 
     def is_idle(self, now_ns: int) -> bool:
         """Whether the quota may be dropped, because a new one would be equal."""
-        buckets = (self._bytes, self._appends)
+        buckets = (self._byte_bucket, self._append_bucket)
         return not self.connections and all(
             not bucket or bucket.is_full(now_ns) for bucket in buckets
         )
@@ -182,14 +182,14 @@ class Quota:
         also be rejected.
         """
         size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
-        byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)
+        byte_wait_ns = 0 if self._byte_bucket is None else self._byte_bucket.wait_ns(now_ns)
         append_wait_ns = 0
-        if is_append and self._appends is not None:
-            append_wait_ns = self._appends.wait_ns(now_ns)
+        if is_append and self._append_bucket is not None:
+            append_wait_ns = self._append_bucket.wait_ns(now_ns)
         wait_ns = max(byte_wait_ns, append_wait_ns)
         if has_rejected_append or (wait_ns and waited_ns + wait_ns > WAIT_NS_MAX):
-            is_by_bytes = self._appends is None or (
-                self._bytes is not None and byte_wait_ns >= append_wait_ns
+            is_by_bytes = self._append_bucket is None or (
+                self._byte_bucket is not None and byte_wait_ns >= append_wait_ns
             )
             return self._over_limit_error(
                 f"{self.limits.bytes_per_s} bytes per second"
@@ -197,10 +197,10 @@ class Quota:
                 else f"{self.limits.appends_per_s} appends per second",
                 max(1, -(-wait_ns // 1_000_000)),
             )
-        if self._bytes is not None:
-            self._bytes.take(size_bytes, now_ns)
-        if is_append and self._appends is not None:
-            self._appends.take(1, now_ns)
+        if self._byte_bucket is not None:
+            self._byte_bucket.take(size_bytes, now_ns)
+        if is_append and self._append_bucket is not None:
+            self._append_bucket.take(1, now_ns)
         self.usage.bytes += size_bytes
         self.usage.appends += is_append
         self.usage.delayed += wait_ns > 0
@@ -208,11 +208,11 @@ class Quota:
 
     def charge_rejection(self, size_bytes: int, now_ns: int) -> None:
         """Charge a rejected request of any kind to the bucket of rejections (rule 4)."""
-        self._rejections.take(1 + size_bytes // BYTES_PER_REJECTION, now_ns)
+        self._rejection_bucket.take(1 + size_bytes // BYTES_PER_REJECTION, now_ns)
 
     def rejection_wait_ns(self, now_ns: int) -> int:
         """Return the nanoseconds until a connection with a rejection may be read again (rule 4)."""
-        return self._rejections.wait_ns(now_ns)
+        return self._rejection_bucket.wait_ns(now_ns)
 
     def charge_sent_bytes(self, size_bytes: int, now_ns: int) -> int:
         """Charge the bytes of an answer or a feed.
@@ -220,10 +220,10 @@ class Quota:
         Return the nanoseconds until they are paid for.
         """
         self.usage.bytes += size_bytes
-        if self._bytes is None:
+        if self._byte_bucket is None:
             return 0
-        self._bytes.take(size_bytes, now_ns)
-        return self._bytes.wait_ns(now_ns)
+        self._byte_bucket.take(size_bytes, now_ns)
+        return self._byte_bucket.wait_ns(now_ns)
 
     def _over_limit_error(self, limit: str, retry_after_ms: int) -> Overloaded:
         self.usage.rejected += 1

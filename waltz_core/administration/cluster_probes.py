@@ -268,17 +268,19 @@ class _ProbeCounter:
 
     def __init__(self, on_progress: ProbeProgress) -> None:
         self._on_progress = on_progress
-        self._waiting: dict[str, None] = {}
+        self._pending_names: dict[str, None] = {}
         self._done_count = 0
 
     async def track(self, name: str, probe: Awaitable[ResultT]) -> ResultT:
-        self._waiting[name] = None
+        self._pending_names[name] = None
         answer = await probe
-        del self._waiting[name]
+        del self._pending_names[name]
         self._done_count += 1
-        waiting_names = ", ".join(self._waiting)
+        waiting_names = ", ".join(self._pending_names)
         progress_text = f"waiting for {waiting_names}" if waiting_names else "all have answered"
-        self._on_progress(self._done_count, self._done_count + len(self._waiting), progress_text)
+        self._on_progress(
+            self._done_count, self._done_count + len(self._pending_names), progress_text
+        )
         return answer
 
 

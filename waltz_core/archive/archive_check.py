@@ -86,7 +86,7 @@ class ArchiveCheck:
         self._identity = (cluster_key, partition_id)
         self._pages: deque[PageEntry] = deque()
         self._entries: deque[ObjectEntry] = deque()
-        self._newest: tuple[ObjectEntry, ...] = ()
+        self._newest_objects: tuple[ObjectEntry, ...] = ()
         self._chain: Chain | None = None  # before the next object; None if it is not known
         self._is_stopped = False
         self._current_read = ""
@@ -125,7 +125,7 @@ class ArchiveCheck:
             ObjectMissing: a file does not exist (rule 4).
             ArchiveUnavailable: the store does not answer.
         """
-        self._pages, self._entries, self._newest = deque(), deque(), ()
+        self._pages, self._entries, self._newest_objects = deque(), deque(), ()
         name = recorded_archive.manifest
         try:
             data = self._read(name)
@@ -140,7 +140,7 @@ class ArchiveCheck:
         self._pages.extend(
             page_entry for page_entry in manifest.pages if self._is_in_range(page_entry)
         )
-        self._newest = manifest.newest_objects
+        self._newest_objects = manifest.newest_objects
 
     def _check_manifest(self, manifest: Manifest, recorded_archive: RecordedArchive) -> None:
         expected_values = (
@@ -186,8 +186,8 @@ class ArchiveCheck:
         if self._pages:
             self._check_page(self._pages[0])
             return True
-        self._add_objects(self._newest)
-        self._newest = ()
+        self._add_objects(self._newest_objects)
+        self._newest_objects = ()
         return bool(self._entries)
 
     def note_missing_file(self, error: ObjectMissing) -> None:

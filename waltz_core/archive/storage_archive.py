@@ -61,7 +61,7 @@ class StorageArchive:
         self._cache: ArchiveCache | None = None
         self._readers: dict[PartitionId, ArchiveReader] = {}
         self._on_progress = on_progress
-        self._reported_s = 0.0
+        self._last_report_s = 0.0
         # Missing or corrupt files that reads have found, by the partition and the first ID of the
         # read.
         self._damage: dict[tuple[int, int], str] = {}
@@ -128,8 +128,8 @@ class StorageArchive:
 
     def _note_progress(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._reported_s >= _PROGRESS_INTERVAL_S:
-            self._reported_s = now_s
+        if now_s - self._last_report_s >= _PROGRESS_INTERVAL_S:
+            self._last_report_s = now_s
             self._on_progress()
 
     def reader(

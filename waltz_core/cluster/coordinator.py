@@ -115,7 +115,7 @@ class Coordinator:
         self.loads = PublishedLoads(self._nodes)
         self.reachability = PublishedReachability(self._nodes)
         self.permissions = StoredPermissions(self._nodes)
-        self._applied = AppliedRevisions(self._nodes)
+        self._applied_revisions = AppliedRevisions(self._nodes)
         self.paths = self._nodes.paths
 
     @property
@@ -504,7 +504,7 @@ class Coordinator:
                     last = data
             finally:  # A new session publishes again, even while the node cannot be decoded.
                 try:
-                    await self._applied.publish()
+                    await self._applied_revisions.publish()
                 except (errors.BadConfig, errors.CoordinatorConflict) as error:
                     on_not_published(error)
 
@@ -517,14 +517,14 @@ class Coordinator:
         the revision, and publishes it again in each new session. `membership/applied_revisions.py`
         describes the names of daemons.
         """
-        self._applied.set_revision(name, revision)
+        self._applied_revisions.set_revision(name, revision)
 
     async def read_applied_revisions(self) -> dict[str, int]:
         """Read the revision that each daemon uses, by daemon name, not older than the call.
 
         Daemons without access control are not included.
         """
-        return await self._applied.read()
+        return await self._applied_revisions.read()
 
     # --- servers
 

@@ -228,7 +228,7 @@ class _PayloadEncryptor:
         encoded_key_id = _encoded_key_id(key_id)
         salt = os.urandom(SALT_BYTES)
         self._head = encoded_key_id + salt
-        self._associated = encoded_key_id
+        self._associated_data = encoded_key_id
         self._partition = partition
         self._aead = key.derive_key(salt)
         self._row_count = 0
@@ -236,7 +236,7 @@ class _PayloadEncryptor:
     def encrypt(self, data: bytes, header: int) -> bytes:
         row = _ROW_NUMBER.pack(self._row_count)  # raises struct.error before a number repeats
         self._row_count += 1
-        associated = self._associated + _PARTITION_AND_HEADER.pack(self._partition, header)
+        associated = self._associated_data + _PARTITION_AND_HEADER.pack(self._partition, header)
         return self._head + row + self._aead.encrypt(_NONCE_PREFIX + row, data, associated)
 
 

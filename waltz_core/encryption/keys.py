@@ -43,21 +43,21 @@ class Key:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._derived: OrderedDict[bytes, AESGCM] = OrderedDict()
+        self._derived_keys: OrderedDict[bytes, AESGCM] = OrderedDict()
 
     def derive_key(self, salt: bytes) -> "AESGCM":
         """Return the AES-256-GCM key that HKDF-SHA-256 (RFC 5869) derives from key and salt."""
-        derived_key = self._derived.get(salt)
+        derived_key = self._derived_keys.get(salt)
         if derived_key is None:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - optional
             from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415 - optional
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF  # noqa: PLC0415 - optional
 
             derived_key = AESGCM(HKDF(SHA256(), KEY_BYTES, salt, _HKDF_INFO).derive(self._secret))
-            self._derived[salt] = derived_key
-            if len(self._derived) > _DERIVED_KEYS_MAX:
+            self._derived_keys[salt] = derived_key
+            if len(self._derived_keys) > _DERIVED_KEYS_MAX:
                 with suppress(KeyError):  # another thread has removed it
-                    self._derived.popitem(last=False)
+                    self._derived_keys.popitem(last=False)
         return derived_key
 
 
@@ -83,7 +83,7 @@ class KeyCache:
         self._clock = clock
         # NB: there is no lock, because a fork could copy it in a locked state. Each access is one
         # atomic operation.
-        self._cached: OrderedDict[str, _CachedKey] = OrderedDict()
+        self._cached_keys: OrderedDict[str, _CachedKey] = OrderedDict()
 
     def __reduce__(self) -> NoReturn:
         raise errors.UsageError(
@@ -108,15 +108,15 @@ class KeyCache:
             secret = self._provider(key_id)
             key = None if secret is None else Key(_check_secret(secret, key_id, self.name))
             cached_key = _CachedKey(key, self._clock() + KEY_LIFETIME_S)
-            self._cached[key_id] = cached_key
-            self._cached.move_to_end(key_id)
-            if len(self._cached) > CACHED_KEYS_MAX:
+            self._cached_keys[key_id] = cached_key
+            self._cached_keys.move_to_end(key_id)
+            if len(self._cached_keys) > CACHED_KEYS_MAX:
                 with suppress(KeyError):  # another thread has removed it
-                    self._cached.popitem(last=False)
+                    self._cached_keys.popitem(last=False)
         return cached_key.key
 
     def _cached_key(self, key_id: str) -> _CachedKey | None:
-        cached_key = self._cached.get(key_id)
+        cached_key = self._cached_keys.get(key_id)
         return (
             cached_key if cached_key is not None and self._clock() < cached_key.expires_s else None
         )

@@ -61,7 +61,7 @@ class BodyReader:
     def __init__(self, *, body_bytes_max: int, memory_bytes_max: int) -> None:
         self._body_bytes_max = body_bytes_max
         self._memory_bytes_max = memory_bytes_max
-        self._bytes = 0
+        self._bytes_in_memory = 0
 
     @contextlib.asynccontextmanager
     async def body(self, parts: AsyncIterator[bytes], length: int = 0) -> AsyncIterator[bytes]:
@@ -78,9 +78,9 @@ class BodyReader:
         try:
             async for part in parts:
                 body += part
-                self._bytes += len(part)
+                self._bytes_in_memory += len(part)
                 self._check_length(len(body))
-                if self._bytes > self._memory_bytes_max:
+                if self._bytes_in_memory > self._memory_bytes_max:
                     raise errors.Unavailable(
                         "the bodies of all requests in progress have more than "
                         f"{self._memory_bytes_max} bytes (memory_bytes_max). Hint: send the "
@@ -88,7 +88,7 @@ class BodyReader:
                     )
             yield bytes(body)
         finally:
-            self._bytes -= len(body)
+            self._bytes_in_memory -= len(body)
 
     def _check_length(self, length: int) -> None:
         if length > self._body_bytes_max:

@@ -141,7 +141,7 @@ class LegacyServerPartition:
         # The request ID of the newest mount, by which the server identifies its feed.
         self._feed_req_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last ID of the feed
-        self._requested_ms = 0
+        self._last_request_ms = 0
         self._server_mark = BEFORE_FIRST  # the server's mark in its last answer
         self._flush_mark: TransactionId | None = None  # the mark in the answer to the mount's flush
         self._last_check_number = 0
@@ -155,7 +155,7 @@ class LegacyServerPartition:
         self._mark_req_id: ReqId | None = None
         self._row_awaiting_mark: LegacyRow | None = None
         self._flush: _Flush | None = None
-        self._flushed_ms = 0
+        self._last_flush_ms = 0
         self._effects: list[Effect] = []
 
     @property
@@ -169,14 +169,14 @@ class LegacyServerPartition:
     @property
     def _repeat_at_ms(self) -> int | None:
         is_requested = self._phase is _Phase.REQUESTING or self._mark_req_id is not None
-        return self._requested_ms + RETRY_MS if is_requested else None
+        return self._last_request_ms + RETRY_MS if is_requested else None
 
     @property
     def _flush_at_ms(self) -> int | None:
         oldest_sent_ms = self._appends.oldest_sent_ms
         if self._flush is not None or oldest_sent_ms is None:
             return None
-        return max(oldest_sent_ms, self._flushed_ms) + FLUSH_AFTER_MS
+        return max(oldest_sent_ms, self._last_flush_ms) + FLUSH_AFTER_MS
 
     # --- events
 
@@ -232,7 +232,7 @@ class LegacyServerPartition:
         """Continue with ZooKeeper's answer whether the server is still the owner (rule 4)."""
         continuation = self._ownership_callbacks.pop(number, None)
         if continuation is not None:
-            self._flushed_ms = now_ms
+            self._last_flush_ms = now_ms
             continuation(is_owner)
             self._send_waiting(now_ms)
         return self._take_effects()
@@ -277,7 +277,7 @@ class LegacyServerPartition:
         if req_id is None:
             assert self._mount is not None
             req_id = self._mount.req_id
-        self._requested_ms = now_ms
+        self._last_request_ms = now_ms
         self._send_to_server(messages.HighWaterMarkRequest(req_id))
 
     def _on_mark_answered(
@@ -457,7 +457,7 @@ class LegacyServerPartition:
         elif self._flush is None or message.req_id != self._flush.req_id:
             return
         elif mark < BEFORE_FIRST:
-            self._flush, self._flushed_ms = None, now_ms
+            self._flush, self._last_flush_ms = None, now_ms
         else:
             self._flush.mark = mark
 

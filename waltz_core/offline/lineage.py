@@ -106,7 +106,9 @@ class ChainCheck:
         self._is_chain_known = firsts[0] == start.last + 1
         self._segment = 0
         self._entries = self._all_entries()
-        self._current: tuple[LocatedEntry, int] | None = None  # with the first ID of its segment
+        self._current_entry: tuple[LocatedEntry, int] | None = (
+            None  # with the first ID of its segment
+        )
         self._digest = hashlib.blake2b(digest_size=16)
         self._next_id = 0  # the next ID of the current batch
         self._is_chain_computable = True
@@ -118,10 +120,10 @@ class ChainCheck:
         last = first + count - 1
         next_id = first
         while next_id <= last:
-            if self._current is None and not self._begin_batch():
+            if self._current_entry is None and not self._begin_batch():
                 return
-            assert self._current is not None
-            entry = self._current[0].batch
+            assert self._current_entry is not None
+            entry = self._current_entry[0].batch
             if entry.last < next_id:
                 # The batch overlaps the preceding batch. The overlap was reported with its entry.
                 self._is_chain_computable = False
@@ -144,9 +146,9 @@ class ChainCheck:
 
     def finish(self, last: int) -> None:
         """Check the batches after the last record."""
-        while self._current is not None or self._begin_batch():
-            assert self._current is not None
-            (_, offset, entry), segment = self._current
+        while self._current_entry is not None or self._begin_batch():
+            assert self._current_entry is not None
+            (_, offset, entry), segment = self._current_entry
             missing = records_text(max(entry.first, last + 1), entry.last)
             self._add_finding(
                 segment,
@@ -168,10 +170,10 @@ class ChainCheck:
     # ---- batches
 
     def _begin_batch(self) -> bool:
-        self._current = next(self._entries, None)
-        if self._current is None:
+        self._current_entry = next(self._entries, None)
+        if self._current_entry is None:
             return False
-        entry = self._current[0].batch
+        entry = self._current_entry[0].batch
         self._digest = hashlib.blake2b(
             _CHAIN_INPUT.pack(self.end.chain, entry.first, entry.last, entry.session),
             digest_size=16,
@@ -183,8 +185,8 @@ class ChainCheck:
         return True
 
     def _finish_batch(self) -> None:
-        assert self._current is not None
-        (_, offset, entry), segment = self._current
+        assert self._current_entry is not None
+        (_, offset, entry), segment = self._current_entry
         computed_chain = self._digest.digest()
         if not self._is_chain_computable:
             self.unchecked_count += 1
@@ -201,7 +203,7 @@ class ChainCheck:
         self._is_chain_known = entry.session != RECONSTRUCTED
         if entry.last in self._ends:
             self.chains[entry.last] = entry.chain
-        self._current = None
+        self._current_entry = None
 
     def _all_entries(self) -> Iterator[tuple[LocatedEntry, int]]:
         """Yield the valid entries of all `.chn` files with their segments, and report errors."""

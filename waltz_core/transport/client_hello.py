@@ -17,7 +17,7 @@ from waltz_core.transport.tls import HANDSHAKE_RECORD
 # begins with its type and a size of 3 bytes.
 _RECORD_HEADER_BYTES: Final = 5
 _MESSAGE_HEADER_BYTES: Final = 4
-_CLIENT_HELLO: Final = 1
+_CLIENT_HELLO_TYPE: Final = 1
 HELLO_RECORD_BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
 # Extensions of a ClientHello, and codes in these extensions.
 _SUPPORTED_GROUPS, _SUPPORTED_VERSIONS, _KEY_SHARE = 10, 43, 51
@@ -26,26 +26,27 @@ _FAST_GROUPS: Final = frozenset({0x0017, 0x001D})  # P-256, X25519
 _SLOW_GROUPS: Final = frozenset({0x0018, 0x0019, *range(0x0100, 0x0200)})  # P-384, P-521, FFDHE
 
 
-def bytes_needed(first: bytes) -> int:
+def bytes_needed(first_bytes: bytes) -> int:
     """Return the number of bytes that a peer must have sent before its handshake may begin."""
-    if first[0] != HANDSHAKE_RECORD or first[1:2] not in (b"", b"\x03"):
+    if first_bytes[0] != HANDSHAKE_RECORD or first_bytes[1:2] not in (b"", b"\x03"):
         return 1  # not a handshake, or one that OpenSSL rejects
-    if len(first) < _RECORD_HEADER_BYTES:
+    if len(first_bytes) < _RECORD_HEADER_BYTES:
         return _RECORD_HEADER_BYTES
     return min(
-        HELLO_RECORD_BYTES_MAX, _RECORD_HEADER_BYTES + _decode_number(first[3:_RECORD_HEADER_BYTES])
+        HELLO_RECORD_BYTES_MAX,
+        _RECORD_HEADER_BYTES + _decode_number(first_bytes[3:_RECORD_HEADER_BYTES]),
     )
 
 
-def reject_reason(first: bytes) -> str:
+def reject_reason(first_bytes: bytes) -> str:
     """Return why OpenSSL must not receive a peer's first record; "" if it may.
 
     A damaged record is permitted, because OpenSSL rejects it.
     """
-    message = first[_RECORD_HEADER_BYTES:]
-    record_bytes = _decode_number(first[3:_RECORD_HEADER_BYTES])
-    is_other_message = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
-    if first[1:2] != b"\x03" or is_other_message:
+    message = first_bytes[_RECORD_HEADER_BYTES:]
+    record_bytes = _decode_number(first_bytes[3:_RECORD_HEADER_BYTES])
+    is_other_message = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO_TYPE,))
+    if first_bytes[1:2] != b"\x03" or is_other_message:
         return ""
     size = _MESSAGE_HEADER_BYTES + _decode_number(message[1:_MESSAGE_HEADER_BYTES])
     if record_bytes < size:  # OpenSSL would answer later, without a turn; it skips empty records

@@ -34,8 +34,8 @@ CALLERS_MAX: Final = 64
 ACCEPT_PAUSE_S: Final = 1.0
 _NAME_BYTES_MAX: Final = 107
 _DESCRIPTOR_MESSAGE: Final = b"\x01"
-_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
-_ROOT: Final = 0
+_PEER_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+_ROOT_USER_ID: Final = 0
 
 # A function that opens the requested file for reading and returns its descriptor; raises
 # WaltzError.
@@ -158,12 +158,12 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
 
 
 def _trusted_users() -> tuple[int, int]:
-    return os.geteuid(), _ROOT
+    return os.geteuid(), _ROOT_USER_ID
 
 
 def _user_of(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    return int(_PEER_CREDENTIALS.unpack(credentials)[1])
 
 
 def _abstract_address(name: str) -> str:

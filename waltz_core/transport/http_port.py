@@ -169,7 +169,7 @@ class _KeepAliveConnection(_SilentConnection):
     ) -> None:
         super().__init__(config, state, {}, loop)
         self._connections_max = connections_max
-        self._received_s = self._taken_s = loop.time()
+        self._last_receive_s = self._last_progress_s = loop.time()
         self._checked_cycle: object = None
         self._unsent_bytes = 0
 
@@ -184,14 +184,17 @@ class _KeepAliveConnection(_SilentConnection):
         """Close the connection by rule 5, or check it again later."""
         now_s = self.loop.time()
         if self.cycle is not self._checked_cycle or not self._is_receiving():
-            self._checked_cycle, self._received_s = self.cycle, now_s
+            self._checked_cycle, self._last_receive_s = self.cycle, now_s
         sock = self.transport.get_extra_info("socket")
         unsent_bytes = self.transport.get_write_buffer_size() + _count_queued_bytes(sock)
         is_waiting = self.flow.write_paused or self.transport.is_closing()
         if not is_waiting or unsent_bytes < self._unsent_bytes:
-            self._taken_s = now_s
+            self._last_progress_s = now_s
         self._unsent_bytes = unsent_bytes
-        is_slow = now_s - self._received_s > RECEIVE_S_MAX or now_s - self._taken_s > STALLED_S_MAX
+        is_slow = (
+            now_s - self._last_receive_s > RECEIVE_S_MAX
+            or now_s - self._last_progress_s > STALLED_S_MAX
+        )
         if is_slow or tcp.silence_ms(sock) is not None:
             self.transport.abort()
         else:

@@ -548,10 +548,10 @@ class Link:
                 _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
             if self.access is not None and credential is not None:
                 self.access.on_token_rejected(credential, str(error))
-            self._reject_first(first, error)
+            self._reject_connection(first, error)
             return []
         except Overloaded as error:
-            self._reject_first(first, error)
+            self._reject_connection(first, error)
             return []
         if credential is None:
             return messages
@@ -563,7 +563,7 @@ class Link:
         if self.access is not None and self._owner.limits is not None:
             self.access.register_connection(partial(self._owner.limits.set_tenant, self))
 
-    def _reject_first(self, first: Message, error: WaltzError) -> None:
+    def _reject_connection(self, first: Message, error: WaltzError) -> None:
         """Answer the peer's first message with an error, and close the connection."""
         try:
             self.send(authentication.rejected_answer(first, self.version, error))

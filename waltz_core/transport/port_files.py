@@ -35,12 +35,12 @@ async def open_port_files(
         name = f"waltz_{config.kind}_denied_requests_total"
         port.access.on_denied = partial(metrics.add, name)
 
-    def open_again() -> None:
+    def reopen() -> None:
         tls.reload_files(config, port, dialing)
         if audit is not None:
-            audit.open_again()
+            audit.reopen()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, open_again)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reopen)
     try:
         yield
     finally:

@@ -12,14 +12,14 @@ from typing import Final, Protocol
 
 # The layout of struct tcp_info of Linux: retransmits and probes are bytes; `unacked` and
 # `last_ack_recv` are 32-bit words.
-_BYTES: Final = 60
-_RETRANSMITS, _PROBES = 2, 3
-_UNACKED: Final = struct.Struct("=24xI")
-_LAST_ACK_MS: Final = struct.Struct("=56xI")
+_INFO_BYTES: Final = 60
+_RETRANSMITS_OFFSET, _PROBES_OFFSET = 2, 3
+_UNACKED_FIELD: Final = struct.Struct("=24xI")
+_LAST_ACK_MS_FIELD: Final = struct.Struct("=56xI")
 SILENCE_MS_MAX: Final = 10_000
-UNANSWERED_MIN: Final = 3
+UNANSWERED_PACKETS_MIN: Final = 3
 # Values of the Linux enum of TCP states: TCP_CLOSE and TCP_CLOSE_WAIT.
-_CLOSED: Final = (7, 8)
+_CLOSED_STATES: Final = (7, 8)
 
 
 class Socket(Protocol):
@@ -42,19 +42,19 @@ def silence_ms(sock: Socket) -> int | None:
     if option is None:
         return None
     try:
-        return silence_in(sock.getsockopt(socket.IPPROTO_TCP, option, _BYTES))
+        return silence_in(sock.getsockopt(socket.IPPROTO_TCP, option, _INFO_BYTES))
     except OSError:
         return None
 
 
 def silence_in(info: bytes) -> int | None:
     """Return the result of `silence_ms` for a `tcp_info` structure."""
-    if len(info) < _BYTES:
+    if len(info) < _INFO_BYTES:
         return None
-    (unacknowledged,) = _UNACKED.unpack_from(info)
-    (last_ms,) = _LAST_ACK_MS.unpack_from(info)
-    is_unanswered = unacknowledged > 0 and info[_RETRANSMITS] >= UNANSWERED_MIN
-    is_unanswered = is_unanswered or info[_PROBES] >= UNANSWERED_MIN
+    (unacknowledged,) = _UNACKED_FIELD.unpack_from(info)
+    (last_ms,) = _LAST_ACK_MS_FIELD.unpack_from(info)
+    is_unanswered = unacknowledged > 0 and info[_RETRANSMITS_OFFSET] >= UNANSWERED_PACKETS_MIN
+    is_unanswered = is_unanswered or info[_PROBES_OFFSET] >= UNANSWERED_PACKETS_MIN
     return last_ms if is_unanswered and last_ms >= SILENCE_MS_MAX else None
 
 
@@ -64,7 +64,9 @@ def has_peer_closed(sock: Socket) -> bool:
     Return False if the system does not report the state of the connection.
     """
     option = getattr(socket, "TCP_INFO", None)
-    return option is not None and sock.getsockopt(socket.IPPROTO_TCP, option, 1)[0] in _CLOSED
+    return (
+        option is not None and sock.getsockopt(socket.IPPROTO_TCP, option, 1)[0] in _CLOSED_STATES
+    )
 
 
 def set_options(sock: socket.socket) -> None:

@@ -70,13 +70,13 @@ _LAST_LOGGED: Final[
 _VALUE_PATTERN: Final = re.compile(r"-?\d+|'[^']*'|\"[^\"]*\"")
 _KIND_CHARACTERS_MAX: Final = 40
 _FILE_SETTINGS: Final = ("tls_certificate", "tls_key", "tls_authorities")
-_FOUND_PLAIN: Final = "expected TLS, found plain TCP"
-_NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
+_PLAIN_TCP_TEXT: Final = "expected TLS, found plain TCP"
+_NO_VERSION_TEXT: Final = "no common version: expected TLS 1.2 or 1.3"
 _REASON_TEXTS: Final = {
-    "WRONG_VERSION_NUMBER": _FOUND_PLAIN,
-    "HTTP_REQUEST": _FOUND_PLAIN,
-    "UNSUPPORTED_PROTOCOL": _NO_VERSION,
-    "TLSV1_ALERT_PROTOCOL_VERSION": _NO_VERSION,
+    "WRONG_VERSION_NUMBER": _PLAIN_TCP_TEXT,
+    "HTTP_REQUEST": _PLAIN_TCP_TEXT,
+    "UNSUPPORTED_PROTOCOL": _NO_VERSION_TEXT,
+    "TLSV1_ALERT_PROTOCOL_VERSION": _NO_VERSION_TEXT,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate of this process, which "
     "has none",

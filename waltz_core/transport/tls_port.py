@@ -46,7 +46,7 @@ class TlsPort:
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
-        self._accepting: asyncio.Task[None] | None = None
+        self._accept_task: asyncio.Task[None] | None = None
         self._limits = HandshakeLimits(
             count_max=HANDSHAKES_MAX,
             burst=context.handshake_burst_max,
@@ -67,13 +67,13 @@ class TlsPort:
             raise
         self.port = self._sockets[0].getsockname()[1]
         # Like the event loop's own ports, this task is in no task group: `close` ends it.
-        self._accepting = self._loop.create_task(self._accept_all(), name="tls-port")
+        self._accept_task = self._loop.create_task(self._accept_all(), name="tls-port")
 
     async def close(self) -> None:
         """Stop accepting connections, and drop handshakes in progress."""
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait([self._accepting])
+        if self._accept_task is not None:
+            self._accept_task.cancel()
+            await asyncio.wait([self._accept_task])
         self._close_sockets()
 
     def _close_sockets(self) -> None:

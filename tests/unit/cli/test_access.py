@@ -51,7 +51,7 @@ class AccessCluster:
             for daemon, name, revision in zip(self.daemons, names, revisions, strict=True):
                 if revision is not None:
                     daemon.set_applied_revision(name, revision)
-                    await daemon._applied.publish()
+                    await daemon._applied_revisions.publish()
 
         asyncio.run(publish())
 
@@ -570,9 +570,9 @@ def test_a_command_waits_until_the_daemons_use_its_revision(cluster, monkeypatch
     async def publish_later(_seconds):
         waits.append(1)
         for each in cluster.daemons if len(waits) == 3 else ():
-            name = each._applied._target[0]
+            name = each._applied_revisions._target[0]
             each.set_applied_revision(name, 4)
-            await each._applied.publish()
+            await each._applied_revisions.publish()
         await sleep(0)
 
     monkeypatch.setattr(access_change.asyncio, "sleep", publish_later)

@@ -45,7 +45,7 @@ async def test_an_unreadable_revision_is_left_out():
     assert await one.read_applied_revisions() == {}
     for each, name in ((one, "server-1"), (two, "server-2")):
         each.set_applied_revision(name, 3)
-        await each._applied.publish()
+        await each._applied_revisions.publish()
     assert await one.read_applied_revisions() == {"server-1": 3, "server-2": 3}
     path = one.paths.applied_revision("server-2")
     found = await one._znodes.get(path)

@@ -67,12 +67,12 @@ def test_an_incomplete_body_is_abandoned(monkeypatch, disconnects):
     async def scenario(world, gateway):
         reader, writer = await connect_to(gateway)
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n" + bytes(500))
-        await poll_until(lambda: gateway.routes._body_memory._bytes == 500)
+        await poll_until(lambda: gateway.routes._body_memory._bytes_in_memory == 500)
         if disconnects:
             writer.transport.abort()
         else:
             assert await reader.read() == b""
-        await poll_until(lambda: not gateway.routes._body_memory._bytes)
+        await poll_until(lambda: not gateway.routes._body_memory._bytes_in_memory)
         metric = "waltz_gateway_requests_total"
         await poll_until(lambda: gateway.metrics.value(metric, operation="append", status=400))
         assert world.transaction_count() == 0
@@ -98,7 +98,7 @@ def test_a_client_that_sends_a_huge_body_first_can_read_the_answer(is_chunked):
                 await writer.drain()
         status, fields = await read_answer(reader)
         assert (status, fields["type"]) == (413, "TooLarge")
-        assert not gateway.routes._body_memory._bytes
+        assert not gateway.routes._body_memory._bytes_in_memory
         writer.write(request_with(append_body(row("a"))))
         status, fields = await read_answer(reader)
         assert (status, world.log(1)) == (200, [b"a"])

@@ -172,7 +172,7 @@ async def test_denials_leave_room_in_the_file_for_administrative_requests(
             is None
         )
         path.rename(tmp_path / "audit.1")
-        log.open_again()
+        log.reopen()
         await poll_until(path.exists)
         assert (
             await begin_request(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False)))
@@ -221,7 +221,7 @@ async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, 
         assert await begin_request(request) is None
         path.unlink()
         path.symlink_to("/dev/full")
-        log.open_again()
+        log.reopen()
         for _ in range(2):
             error = await begin_request(
                 log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), True))
@@ -231,7 +231,7 @@ async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, 
         request.end("done")
         assert deny(log)
         path.unlink()
-        log.open_again()
+        log.reopen()
         assert (
             await begin_request(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (2,), True)))
             is None
@@ -296,7 +296,7 @@ async def test_a_failed_reopening_keeps_the_current_file(tmp_path, caplog):
     path.parent.mkdir()
     async with open_log(path) as log:
         path.parent.rename(tmp_path / "moved")
-        log.open_again()
+        log.reopen()
         log.log_revision(PERMISSIONS)
     assert len(lines_of(tmp_path / "moved" / "audit")) == 1
     assert f"audit.open_failed path={path} error=No such file or directory" in caplog.text

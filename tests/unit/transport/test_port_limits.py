@@ -193,7 +193,7 @@ def test_unauthorized_links_are_limited_in_total_and_by_host():
     ]
     for each in (*unauthorized, *links_of_other_hosts, *others):
         limits.remove_link(each)
-    assert limits._unauthorized == {}
+    assert limits._unauthorized_links == {}
     assert limits.add_link(unauthorized[0]) == ""
 
 

@@ -79,20 +79,23 @@ def assign_partitions(
             f"{partition_count}, and the number of partitions cannot shrink"
         )
     builder = _AssignmentBuilder(old, sorted(servers), partition_count)
-    for server_id in builder.owned:
+    for server_id in builder.owned_partitions:
         builder.assign_preferred(server_id, servers[server_id].preferred)
     if keeps_owners and servers.keys() <= old.servers.keys():
         builder.keep_current_owners()
     else:
-        for server_id in builder.owned:
+        for server_id in builder.owned_partitions:
             builder.keep_up_to_share(server_id)
-        for server_id in builder.owned:
+        for server_id in builder.owned_partitions:
             builder.assign_free(server_id)
-    assert not builder.free  # invariant 1
+    assert not builder.free_partitions  # invariant 1
     return PartitionAssignment(
         cversion,
         partition_count,
-        {server_id: dict(sorted(owned.items())) for server_id, owned in builder.owned.items()},
+        {
+            server_id: dict(sorted(owned.items()))
+            for server_id, owned in builder.owned_partitions.items()
+        },
     )
 
 
@@ -159,60 +162,63 @@ class _AssignmentBuilder:
     def __init__(
         self, old: PartitionAssignment, server_ids: Sequence[ServerId], partition_count: int
     ) -> None:
-        self.free: dict[PartitionId, Generation] = {
+        self.free_partitions: dict[PartitionId, Generation] = {
             PartitionId(partition): FIRST_GENERATION for partition in range(partition_count)
         }
-        self._owner: dict[PartitionId, ServerId] = {}
+        self._owner_by_partition: dict[PartitionId, ServerId] = {}
         for server_id, owned in old.servers.items():
-            self.free.update(owned)
-            self._owner.update(dict.fromkeys(owned, server_id))
-        self.owned: dict[ServerId, dict[PartitionId, Generation]] = {
+            self.free_partitions.update(owned)
+            self._owner_by_partition.update(dict.fromkeys(owned, server_id))
+        self.owned_partitions: dict[ServerId, dict[PartitionId, Generation]] = {
             server_id: {} for server_id in server_ids
         }
         self._share, self._spare = divmod(partition_count, len(server_ids))
 
     def assign_preferred(self, server_id: ServerId, preferred: Iterable[PartitionId]) -> None:
         for partition_id in preferred:
-            if partition_id in self.free:
+            if partition_id in self.free_partitions:
                 self._assign(server_id, partition_id)
 
     def keep_up_to_share(self, server_id: ServerId) -> None:
         candidates = [
             partition_id
-            for partition_id in sorted(self.free)
-            if self._owner.get(partition_id) == server_id
+            for partition_id in sorted(self.free_partitions)
+            if self._owner_by_partition.get(partition_id) == server_id
         ]
         self._assign_up_to_share(server_id, candidates)
 
     def keep_current_owners(self) -> None:
-        for partition_id in sorted(self.free):
-            owner = self._owner.get(partition_id)
-            if owner in self.owned:
+        for partition_id in sorted(self.free_partitions):
+            owner = self._owner_by_partition.get(partition_id)
+            if owner in self.owned_partitions:
                 self._assign(owner, partition_id)
-        for partition_id in sorted(self.free):
+        for partition_id in sorted(self.free_partitions):
             self._assign(
-                min(self.owned, key=lambda server_id: (len(self.owned[server_id]), server_id)),
+                min(
+                    self.owned_partitions,
+                    key=lambda server_id: (len(self.owned_partitions[server_id]), server_id),
+                ),
                 partition_id,
             )
 
     def assign_free(self, server_id: ServerId) -> None:
-        self._assign_up_to_share(server_id, sorted(self.free))
+        self._assign_up_to_share(server_id, sorted(self.free_partitions))
 
     def _assign_up_to_share(self, server_id: ServerId, candidates: Sequence[PartitionId]) -> None:
         for partition_id in candidates:
-            count = len(self.owned[server_id])
+            count = len(self.owned_partitions[server_id])
             if count < self._share or (count == self._share and self._spare > 0):
                 self._assign(server_id, partition_id)
 
     def _assign(self, server_id: ServerId, partition_id: PartitionId) -> None:
-        generation = self.free.pop(partition_id)
-        if self._owner.get(partition_id) != server_id:
+        generation = self.free_partitions.pop(partition_id)
+        if self._owner_by_partition.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)
-        self.owned[server_id][partition_id] = generation
+        self.owned_partitions[server_id][partition_id] = generation
         # Each spare partition (the remainder of the division) may go to a server that already has
         # its share. Preferences may give servers more extra partitions than there are spare
         # partitions. Then the number becomes negative, and other servers stay below their shares.
-        if len(self.owned[server_id]) > self._share:
+        if len(self.owned_partitions[server_id]) > self._share:
             self._spare -= 1
 
 

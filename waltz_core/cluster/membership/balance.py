@@ -63,14 +63,14 @@ class Balancer:
 
     def __init__(self, limits: BalanceLimits) -> None:
         self._limits = limits
-        self._moved_ms: dict[PartitionId, int] = {}
+        self._last_move_ms: dict[PartitionId, int] = {}
         self._rebalancing_until_ms: int | None = None
         self._uneven_since_ms: int | None = None
         self._overloaded_since_ms: dict[ServerId, int] = {}
 
     def on_partitions_moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
         """Record that these partitions have moved (rule 3)."""
-        self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
+        self._last_move_ms.update(dict.fromkeys(partition_ids, now_ms))
 
     def reset_history(self) -> None:
         """Forget earlier observations after a gap in the observed loads (rules 2 and 6)."""
@@ -92,7 +92,7 @@ class Balancer:
         load does not move.
         """
         self._forget_old_moves(now_ms)
-        pinned = {*preferred, *self._moved_ms}
+        pinned = {*preferred, *self._last_move_ms}
         server_loads: dict[ServerId, dict[PartitionId, float]] = {each: {} for each in servers}
         for partition_id, owner in owners.items():
             if owner in server_loads:
@@ -142,9 +142,9 @@ class Balancer:
 
     def _forget_old_moves(self, now_ms: int) -> None:
         oldest_ms = now_ms - self._limits.cooldown_ms
-        self._moved_ms = {
+        self._last_move_ms = {
             partition_id: at_ms
-            for partition_id, at_ms in self._moved_ms.items()
+            for partition_id, at_ms in self._last_move_ms.items()
             if at_ms > oldest_ms
         }
 

@@ -85,7 +85,7 @@ class LoadAverages:
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
-        self._confirmed: dict[PartitionId, float] = {}
+        self._confirmed_loads: dict[PartitionId, float] = {}
 
     def update(
         self,
@@ -96,11 +96,11 @@ class LoadAverages:
         for partition_id, owner in owners.items():
             load = reported.get(owner, {}).get(partition_id)
             if load is not None and load.measured_for_ms >= self._window_ms:
-                self._confirmed[partition_id] = load.per_s
-        self._confirmed = {
-            number: load for number, load in self._confirmed.items() if number in owners
+                self._confirmed_loads[partition_id] = load.per_s
+        self._confirmed_loads = {
+            number: load for number, load in self._confirmed_loads.items() if number in owners
         }
-        return dict(self._confirmed)
+        return dict(self._confirmed_loads)
 
 
 def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:

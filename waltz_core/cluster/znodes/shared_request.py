@@ -19,20 +19,22 @@ class SharedRequest:
 
     def __init__(self, send: Callable[[], Awaitable[None]]) -> None:
         self._send = send
-        self._running: asyncio.Task[None] | None = None
-        self._next: asyncio.Task[None] | None = None
+        self._running_task: asyncio.Task[None] | None = None
+        self._next_task: asyncio.Task[None] | None = None
 
     async def wait_for_answer(self) -> None:
         """Wait for the answer to a request that was sent after this call."""
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_task(self._send_after(self._running))
-            self._next.add_done_callback(_retrieve_exception)
-        await asyncio.shield(self._next)
+        if self._next_task is None:
+            self._next_task = asyncio.get_running_loop().create_task(
+                self._send_after(self._running_task)
+            )
+            self._next_task.add_done_callback(_retrieve_exception)
+        await asyncio.shield(self._next_task)
 
-    async def _send_after(self, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait((before,))
-        self._running, self._next = self._next, None
+    async def _send_after(self, earlier_task: asyncio.Task[None] | None) -> None:
+        if earlier_task is not None:
+            await asyncio.wait((earlier_task,))
+        self._running_task, self._next_task = self._next_task, None
         await self._send()
 
 

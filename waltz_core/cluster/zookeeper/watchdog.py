@@ -34,20 +34,20 @@ class Watchdog:
 
     def __init__(self, timeout_ms: int, now_ms: int) -> None:
         self.timeout_ms = timeout_ms
-        self._beat_ms = now_ms  # written by the event loop
-        self._checked_ms = now_ms  # written by the thread that keeps the session
+        self._last_beat_ms = now_ms  # written by the event loop
+        self._last_check_ms = now_ms  # written by the thread that keeps the session
 
     def beat(self, now_ms: int) -> None:
         """Note that the event loop runs."""
-        self._beat_ms = now_ms
+        self._last_beat_ms = now_ms
 
     def silent_ms(self, now_ms: int) -> int:
         """Return the time since the loop's last beat, in ms."""
-        return now_ms - self._beat_ms
+        return now_ms - self._last_beat_ms
 
     def may_keep_session(self, now_ms: int) -> bool:
         """Return whether ZooKeeper may receive a heartbeat now (rules 2 and 3)."""
-        gap_ms, self._checked_ms = now_ms - self._checked_ms, now_ms
+        gap_ms, self._last_check_ms = now_ms - self._last_check_ms, now_ms
         if self.silent_ms(now_ms) <= self.timeout_ms:
             return True
         return gap_ms > PAUSED_GAP_SHARE * self.timeout_ms

@@ -57,7 +57,9 @@ CLOSE_S_MAX: Final = 2.0
 _BATCH_LINES_MAX: Final = 1_000
 _TEXT_CHARACTERS_MAX: Final = 1_000
 _PARTITIONS_MAX: Final = 20_000  # the maximum number of partitions that a line names
-_COMPARED_MAX: Final = 16  # partitions by which denials are compared, in addition to their number
+_COMPARED_PARTITIONS_MAX: Final = (
+    16  # partitions by which denials are compared, in addition to their number
+)
 _FILE_MODE: Final = 0o640
 # Fields of messages that "object" already contains, or that a reader of the log does not need.
 _OMITTED_FIELDS: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
@@ -185,7 +187,7 @@ class AuditFile:
         }
         self._put(_Line(self._encode({**fields, "outcome": "in_use"}), is_kept=True))
 
-    def open_again(self) -> None:
+    def reopen(self) -> None:
         """Open the file of this name again, after the waiting lines are written.
 
         Log the outcome.
@@ -245,7 +247,7 @@ class AuditFile:
                 if entry.is_end:
                     self._file.close()
                     return
-                self._open_again()
+                self._reopen()
 
     def _write(self, lines: list[_Line]) -> None:
         lines = self._kept_lines + lines
@@ -280,7 +282,7 @@ class AuditFile:
             self._lost_count = 0
         self._has_failed = failure is not None
 
-    def _open_again(self) -> None:
+    def _reopen(self) -> None:
         try:
             new_file = _OpenAuditFile(self._file.path)
         except OSError as error:  # the lines are written to the file that is open
@@ -324,7 +326,7 @@ class _DenialKind(NamedTuple):
         partitions: tuple[int, ...] = ()
         if isinstance(requirement, Requirement) and requirement.scope is Scope.NAMED:
             named_partitions = message.named_partitions()  # a peer can name thousands
-            partitions = (len(named_partitions), *named_partitions[:_COMPARED_MAX])
+            partitions = (len(named_partitions), *named_partitions[:_COMPARED_PARTITIONS_MAX])
         host = network_of(peer.address.rpartition(":")[0])
         return _DenialKind(peer.principal, host, type(message), requirement, partitions)
 
@@ -418,7 +420,7 @@ def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> 
     else:
         separator = " and " if requirement.needs_all else " or "
         verbs = separator.join(verb.value for verb in requirement.verbs)
-        object_text = _object_of(requirement, message)
+        object_text = _object_text(requirement, message)
     return {
         "principal": peer.principal,
         "address": peer.address,
@@ -428,7 +430,7 @@ def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> 
     }
 
 
-def _object_of(requirement: Requirement, message: Message) -> str:
+def _object_text(requirement: Requirement, message: Message) -> str:
     if requirement.scope is Scope.ALL:
         return "all partitions"
     named_partitions = message.named_partitions() if requirement.scope is Scope.NAMED else ()

@@ -44,12 +44,12 @@ _log = logging.getLogger(__name__)
 
 # The first versions that have the error `PermissionDenied`. For 0.13 clients (up to L 4), an
 # adapter translates the error (rule 5).
-_KNOWN_SINCE: Final = {
+_PERMISSION_DENIED_SINCE: Final = {
     WireProtocol.CLIENT: Authenticate.since,
     WireProtocol.STORAGE: AuthenticateAtStorage.since,
     WireProtocol.ADMIN: AuthenticateForAdmin.since,
 }
-_ADAPTED_MAX: Final = 4
+_ADAPTED_VERSION_MAX: Final = 4
 # The partitions of a request that names no partition.
 _NO_PARTITION: Final = (None,)
 
@@ -62,7 +62,7 @@ class ConnectionAccess:
         "_end",
         "_has_id_without_proof",
         "_is_registered",
-        "_over_limit",
+        "_over_limit_errors",
         "_port",
         "_token_hash",
         "expires_ms",
@@ -81,7 +81,7 @@ class ConnectionAccess:
         self._is_registered = False
         self._has_id_without_proof = False
         # Requests over a limit, by `id`, with the errors that `denial` returns for them.
-        self._over_limit: dict[int, tuple[Message, Overloaded]] = {}
+        self._over_limit_errors: dict[int, tuple[Message, Overloaded]] = {}
         self._port = port
         self._end = end
         self._token_hash: str | None = None
@@ -160,13 +160,13 @@ class ConnectionAccess:
 
     def mark_over_limit(self, message: Message, error: Overloaded) -> None:
         """Make `denial` return this error for a request, and log the error."""
-        self._over_limit[id(message)] = message, error
+        self._over_limit_errors[id(message)] = message, error
         if self._port.must_log(self.principal, type(message).__name__):
             _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
 
     def is_over_limit(self, message: Message) -> bool:
         """Whether `denial` will return the error of a limit for this request."""
-        return id(message) in self._over_limit
+        return id(message) in self._over_limit_errors
 
     def check_expiry(self, now_ms: int) -> None:
         """End the connection if its credential has expired."""
@@ -214,7 +214,9 @@ class ConnectionAccess:
 
         `version` is the version of the connection's protocol.
         """
-        over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
+        over_limit = (
+            self._over_limit_errors.pop(id(message), None) if self._over_limit_errors else None
+        )
         try:
             requirement = _requirement_of(message)
         except BadRequest as requirement_error:
@@ -423,10 +425,14 @@ class ConnectionAccess:
         self, error: WaltzError, protocol: WireProtocol, version: int | None
     ) -> WaltzError:
         """Return the error, or a BadRequest if the peer's version does not have it (rule 5)."""
-        is_adapted = protocol is WireProtocol.CLIENT and (version or 0) <= _ADAPTED_MAX
+        is_adapted = protocol is WireProtocol.CLIENT and (version or 0) <= _ADAPTED_VERSION_MAX
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error
-        return error if (version or 0) >= _KNOWN_SINCE[protocol] else BadRequest(str(error))
+        return (
+            error
+            if (version or 0) >= _PERMISSION_DENIED_SINCE[protocol]
+            else BadRequest(str(error))
+        )
 
 
 def _proof_in(message: MountRequest | MountWriter) -> bytes:

@@ -57,9 +57,9 @@ _log = logging.getLogger(__name__)
 EXPIRY_CHECK_S: Final = 0.5
 # The interval between log lines for the same principal and message.
 _LOG_INTERVAL_S: Final = 60.0
-_LOGGED_MAX: Final = 1_000
+_LOGGED_DENIALS_MAX: Final = 1_000
 # The maximum number of revoked tokens that a port remembers, so that errors can name them.
-_REVOKED_MAX: Final = 10_000
+_REVOKED_TOKENS_MAX: Final = 10_000
 
 
 def _wall_clock_ms() -> int:
@@ -93,9 +93,9 @@ class PortAccess:
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._logged_s: dict[tuple[str, str], float] = {}
+        self._last_log_s: dict[tuple[str, str], float] = {}
         # Tokens of earlier revisions, by hash; the oldest one is first.
-        self._revoked: dict[str, StoredToken] = {}
+        self._revoked_tokens: dict[str, StoredToken] = {}
 
     def apply(self, permissions: Permissions | None) -> None:
         """Apply the permissions that ZooKeeper has now (rules 2 and 3).
@@ -171,14 +171,14 @@ class PortAccess:
     def _note_revoked(self, permissions: Permissions) -> None:
         for token_hash, token in self.permissions.tokens.items() if self.permissions else ():
             if token_hash not in permissions.tokens:
-                self._revoked[token_hash] = token
-        while len(self._revoked) > _REVOKED_MAX:
-            del self._revoked[next(iter(self._revoked))]
+                self._revoked_tokens[token_hash] = token
+        while len(self._revoked_tokens) > _REVOKED_TOKENS_MAX:
+            del self._revoked_tokens[next(iter(self._revoked_tokens))]
 
     def find_token(self, token_hash: str) -> StoredToken | None:
         """Return a token, even if it has expired, or was revoked while the port was open."""
         token = self.permissions.tokens.get(token_hash) if self.permissions else None
-        return token or self._revoked.get(token_hash)
+        return token or self._revoked_tokens.get(token_hash)
 
     def invalid_token_reason(self, token_hash: str) -> str:
         """Return why a token is not valid.
@@ -215,9 +215,9 @@ class PortAccess:
     def must_log(self, principal: str, message: str) -> bool:
         """Whether to log a denial: at most once a minute for the same principal and message."""
         key, now_s = (principal, message), time.monotonic()
-        if now_s < self._logged_s.get(key, -_LOG_INTERVAL_S) + _LOG_INTERVAL_S:
+        if now_s < self._last_log_s.get(key, -_LOG_INTERVAL_S) + _LOG_INTERVAL_S:
             return False
-        if len(self._logged_s) >= _LOGGED_MAX:
-            self._logged_s.clear()
-        self._logged_s[key] = now_s
+        if len(self._last_log_s) >= _LOGGED_DENIALS_MAX:
+            self._last_log_s.clear()
+        self._last_log_s[key] = now_s
         return True

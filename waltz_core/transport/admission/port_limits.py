@@ -191,7 +191,7 @@ class LinkLimits:
         self._incomplete_bytes = 0
         self._links: dict[LimitedLink, int] = {}  # the incomplete bytes of each link
         # The links that were unauthorized when they were opened, by host.
-        self._unauthorized: dict[str, dict[LimitedLink, None]] = {}
+        self._unauthorized_links: dict[str, dict[LimitedLink, None]] = {}
         self._tenants: dict[LimitedLink, str] = {}
         self._links_per_tenant: Counter[str] = Counter()
 
@@ -205,7 +205,7 @@ class LinkLimits:
                 self._update_counts()
                 if self._is_full(host):
                     return "the limit of connections of principals without permissions is reached"
-            self._unauthorized.setdefault(host, {})[link] = None
+            self._unauthorized_links.setdefault(host, {})[link] = None
         self._links[link] = 0
         return ""
 
@@ -240,22 +240,25 @@ class LinkLimits:
         self._leave_tenant(link)
         self._incomplete_bytes -= self._links.pop(link, 0)
         host = network_of(link.host)
-        of_host = self._unauthorized.get(host, {})
+        of_host = self._unauthorized_links.get(host, {})
         of_host.pop(link, None)
         if not of_host:
-            self._unauthorized.pop(host, None)
+            self._unauthorized_links.pop(host, None)
 
     def _is_full(self, host: str) -> bool:
         count_max = self._links_max // UNAUTHORIZED_SHARE
-        of_host = len(self._unauthorized.get(host, ()))
-        return of_host >= count_max // 2 or sum(map(len, self._unauthorized.values())) >= count_max
+        of_host = len(self._unauthorized_links.get(host, ()))
+        return (
+            of_host >= count_max // 2
+            or sum(map(len, self._unauthorized_links.values())) >= count_max
+        )
 
     def _update_counts(self) -> None:
         """Stop counting a link as unauthorized if its principal has a permission by now."""
-        for host, links in list(self._unauthorized.items()):
-            self._unauthorized[host] = {link: None for link in links if link.is_unauthorized}
-            if not self._unauthorized[host]:
-                del self._unauthorized[host]
+        for host, links in list(self._unauthorized_links.items()):
+            self._unauthorized_links[host] = {link: None for link in links if link.is_unauthorized}
+            if not self._unauthorized_links[host]:
+                del self._unauthorized_links[host]
 
     def note_incomplete(self, link: LimitedLink) -> None:
         """Update the byte count of a link's incomplete frame, and enforce the limit (rule 4)."""

@@ -103,7 +103,7 @@ class Throttle:
         self._resume_feeds = resume_feeds
         self._waiting: deque[Message] = deque()
         self._is_charged = False  # whether the first waiting request is charged (rule 3)
-        self._since_ns = 0  # when the first of these requests arrived
+        self._waiting_since_ns = 0  # when the first of these requests arrived
         self._has_rejected = False
         self._rejected_writers: dict[CountedFeedKey, None] = {}  # rule 4
         self._mounts: dict[ReqId, _MountKind] = {}  # mounts without an answer (rule 6)
@@ -111,7 +111,7 @@ class Throttle:
         self._unpaid_bytes = 0  # the unpaid bytes of feeds (rule 7)
         self._feed_timer: asyncio.TimerHandle | None = None
         # The last share of feeds: its quota and limits, and the time at which it is paid.
-        self._share: tuple[Quota, PrincipalLimits, int]
+        self._last_share: tuple[Quota, PrincipalLimits, int]
 
     @property
     def is_pausing(self) -> bool:
@@ -126,7 +126,7 @@ class Throttle:
     def receive(self, messages: list[Message]) -> None:
         """Queue requests that have arrived, and pass on all that need not wait."""
         if not self._waiting:
-            self._since_ns = self._access.now_ns
+            self._waiting_since_ns = self._access.now_ns
         self._waiting.extend(messages)
         if self._timer is None:
             self._process_waiting()
@@ -187,7 +187,7 @@ class Throttle:
             now_ns,
             size_bytes=_size_bytes(message),
             is_append=append_key is not None,
-            waited_ns=now_ns - self._since_ns,
+            waited_ns=now_ns - self._waiting_since_ns,
             has_rejected_append=append_key in self._rejected_writers,
         )
         if isinstance(wait_or_error, Overloaded):
@@ -284,7 +284,7 @@ class Throttle:
             self._unpaid_bytes -= size_bytes
             wait_ns = quota.charge_sent_bytes(size_bytes, self._access.now_ns)
             if wait_ns > SLACK_NS:
-                self._share = quota, quota.limits, self._access.now_ns + wait_ns
+                self._last_share = quota, quota.limits, self._access.now_ns + wait_ns
                 self._wait_for_share(wait_ns)
                 return
         self._unpaid_bytes = 0
@@ -294,7 +294,7 @@ class Throttle:
 
     def _retry_charge(self) -> None:
         """Continue when the last share is paid, or when the limits have changed (rule 7)."""
-        quota, limits, paid_at_ns = self._share
+        quota, limits, paid_at_ns = self._last_share
         wait_ns = paid_at_ns - self._access.now_ns
         if wait_ns > SLACK_NS and self._access.quota is quota and quota.limits == limits:
             self._wait_for_share(wait_ns)
