@@ -260,7 +260,8 @@ def main() -> int:
     parser.add_argument("--database", help="SQLAlchemy's URL of the database")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help=f"default {DIRECTORY}")
     parser.add_argument(
-        "--id", help="a name for this command; with a used name, nothing is done again"
+        "--id",
+        help="a name for this command; commands with the same name are carried out only once",
     )
     options = parser.parse_intermixed_args()
     if options.connect is not None and options.database is None:

@@ -510,8 +510,8 @@ def _check_times(log: list[Entry], outcomes: dict[str, RecordedOutcome], verdict
         latest_sent[entry.partition] = latest
         verdict.check(
             latest <= recorded.reported_s,
-            f"{recorded.key} at {entry.partition}/{entry.transaction_id} was reported as committed "
-            "before an earlier transaction of the log was sent",
+            f"{recorded.key} at {entry.partition}/{entry.transaction_id} had already been "
+            "reported as committed when an earlier transaction of the log was sent",
         )
 
 

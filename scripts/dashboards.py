@@ -136,7 +136,7 @@ DASHBOARDS: Final = (
             ),
             stat(
                 "Servers without ZooKeeper",
-                "Servers that ZooKeeper does not answer. Their appends continue.",
+                "Servers without a connection to ZooKeeper. Their appends continue.",
                 "count(waltz_server_zookeeper_connected{[[]]} == 0) or vector(0)",
             ),
             Panel(
@@ -158,7 +158,7 @@ DASHBOARDS: Final = (
                 quantiles("waltz_server_append_seconds"),
             ),
             Panel(
-                "Time of a storage",
+                "Append time of each storage",
                 "Median time from an append request to the acknowledgement of each storage. "
                 "Appends wait for a quorum only, so one slow storage is seen here first.",
                 "s",
@@ -211,8 +211,8 @@ DASHBOARDS: Final = (
         (
             Panel(
                 "Store session",
-                "The owner of the partition has an open session, with a number that only grows. "
-                "-1: no session is open. Each new number is a short pause of appends.",
+                "The number of the owner's open store session. -1: no session is open. The number "
+                "only grows. At each new number, appends pause for a short time.",
                 "none",
                 [("{{partition}} at {{instance}}", "waltz_server_store_session{[[]]}")],
             ),
@@ -342,14 +342,14 @@ DASHBOARDS: Final = (
             ),
             Panel(
                 "Used space",
-                "Share of the disk that has the storage's directory, with the files of other "
-                "programs and the space that is reserved for root.",
+                "Used share of the disk that has the storage's directory, including the files of "
+                "other programs and the space that is reserved for root.",
                 "percentunit",
                 [("{{instance}}", USED)],
             ),
             Panel(
                 "Appended and read bytes",
-                "Bytes of records that were appended and synced, and sent to readers and servers.",
+                "Bytes of records: appended and synced, or sent to readers and servers.",
                 "Bps",
                 [
                     (
@@ -454,8 +454,8 @@ DASHBOARDS: Final = (
             ),
             Panel(
                 "Repeated appends",
-                "Appends after a temporary error, and further attempts of contexts. Many of them "
-                "with many lock conflicts mean that clients contend for the same locks.",
+                "Appends after a temporary error, and further attempts of contexts. Many of them, "
+                "together with many lock conflicts, mean that clients contend for the same locks.",
                 "cps",
                 [("{{instance}}", rate("waltz_client_retried_transactions_total", "instance"))],
             ),

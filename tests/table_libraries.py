@@ -41,7 +41,7 @@ class TableLibrary(NamedTuple):
         """Return the reason why the library is missing."""
         if _SPARK_VERSION not in self.modules:
             return f"{self.name} has no library for Spark {_SPARK_VERSION}"
-        return f"the library of {self.name} was not downloaded: python -m tests.table_libraries"
+        return f"the library of {self.name} was not downloaded: run python -m tests.table_libraries"
 
     def download(self) -> None:
         """Download the library, if this Spark has one and it is absent."""

@@ -74,7 +74,7 @@ LOAD: dict[str, tuple[type, int | float | None, str]] = {
     "--interval-ms": (
         float,
         0.0,
-        "test-producers: pause in milliseconds of a writer after each transaction",
+        "test-producers: pause of a writer after each transaction, in milliseconds",
     ),
     "--lock-pool": (int, 0, "test-producers: number of different locks from which writers choose"),
     "--partitions": (int, None, "many-partitions: number of partitions [default: 1000]"),
@@ -138,8 +138,8 @@ def _load_options(function: SubcommandFunction) -> SubcommandFunction:
 )
 @click.option(
     "--flood-connect",
-    help="flood: the connect string of the clients that cause the load [default: that of the "
-    "measured client; with --tls, that of a principal with limits]",
+    help="flood: the connect string of the clients that cause the load [default: the same "
+    "as the measured client; with --tls, the connect string of a principal with limits]",
 )
 @click.option("--json", "as_json", is_flag=True, help="print only the line of JSON")
 def bench(

@@ -28,7 +28,7 @@ from waltz_sim.schedule import STEPS, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
 
-DESCRIPTION = "Run simulations with injected faults, one for each seed, and check every guarantee."
+DESCRIPTION = "For each seed, run a simulation with injected faults, and check every guarantee."
 INTERRUPTED_EXIT_CODE = 130
 SEEDS = 300
 SEED_MAX = (1 << 63) - 1
@@ -68,7 +68,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="K",
-        help=f"repair all faults of a world after this number of steps [default: {STEPS}]",
+        help=f"repair all faults of a run after this number of steps [default: {STEPS}]",
     )
     command.add_argument("--rough", action="store_true", help="also inject repeated disk faults")
     command.add_argument(

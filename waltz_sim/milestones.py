@@ -62,7 +62,7 @@ _WRITTEN: Final = "ZooKeeper has"
 _REPORTS: Final[dict[str, str]] = {
     "replica.untrusted": "{replica} is not trusted",
     "replica.rejected": "{replica} is rejected: {reason}",
-    "replica.source_unusable": "{replica} cannot give {target} what it lacks: {reason}",
+    "replica.source_unusable": "{replica} cannot supply records to {target}: {reason}",
     "replica.repair_rejected": "{replica} rejects the repair: {reason}",
     "session.abandoned": "session {session} is abandoned: {reason}",
     "coordinator.unavailable": "ZooKeeper does not answer",
@@ -317,7 +317,7 @@ class MilestoneRecorder(Checks):
             return
         reported = {_outcome_text(reason) for reason in bytes(message.reasons)}
         self.add_milestone(
-            f"{server.name} to a link that was abandoned: {', '.join(sorted(reported))}"
+            f"{server.name} reports over the abandoned link: {', '.join(sorted(reported))}"
         )
 
     # ---- applications

@@ -207,7 +207,7 @@ class ScenarioRunner:
         """Delay the messages on the application's newest link to a server."""
         self._held_link = next(reversed(self._client.links.values()))
         self.cluster.network.hold(
-            self._held_link, lambda: self.recorder.add_milestone("what was held back arrives")
+            self._held_link, lambda: self.recorder.add_milestone("the held messages arrive")
         )
 
     def abandon_link(self) -> None:
@@ -304,7 +304,7 @@ class ScenarioRunner:
 
         def on_answer(answer: AdminMessage) -> None:
             if isinstance(answer, AdminRejected):
-                self.recorder.add_milestone(f"{name} does not do that: {answer.text}")
+                self.recorder.add_milestone(f"{name} rejects the request: {answer.text}")
 
         Operator(self.cluster, self._storage(name), on_answer).request(message)
 
@@ -327,7 +327,7 @@ class ScenarioRunner:
         def on_answer(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
             log = self.recorder.format_ids(0, verdict.log.last_synced_id)
-            self.recorder.add_milestone(f"the log of {verdict.source} is the log: {log}")
+            self.recorder.add_milestone(f"the log of {verdict.source} is declared: {log}")
 
         DisasterRecovery(self.cluster, on_answer)
 
@@ -349,7 +349,7 @@ class ScenarioRunner:
         def on_answer(answers: PeerAnswers) -> None:
             for answer in answers:
                 what = answer.message if isinstance(answer, Nack) else "promised"
-                self.recorder.add_milestone(f"{name} to an outsider: {what}")
+                self.recorder.add_milestone(f"{name} answers the unauthorized peer: {what}")
 
         SimPeer(self.cluster, "outsider").request(self._storage(name), [request], on_answer)
 

@@ -434,8 +434,8 @@ def _start_session(builder: SparkSession.Builder) -> SparkSession:
             "Spark's Java process ended before it was ready. JAVA_HOME is "
             f"{os.environ.get('JAVA_HOME', 'not set')}, `java` on the PATH is "
             f"{shutil.which('java') or 'not found'}. Hint: read the reason in Spark's "
-            'standard error. docs/spark.md, "Java", describes which versions of Java Spark '
-            "needs, and how to install one from PyPI."
+            'standard error. docs/spark.md, "Java", describes which Java versions Spark needs, '
+            "and how to install Java from PyPI."
         ) from error
 
 

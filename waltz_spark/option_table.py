@@ -59,7 +59,7 @@ OPTIONS: tuple[Option, ...] = (
         "schemaRegistryAuthFile",
         Purpose.BOTH,
         "none",
-        "A file on the driver and on every worker with `user:password` for the schema registry.",
+        "A file with `user:password` for the schema registry, on the driver and on every worker.",
     ),
     Option(
         "encryptionKeys",
@@ -75,8 +75,8 @@ OPTIONS: tuple[Option, ...] = (
         Purpose.BOTH,
         "none",
         "Record an OpenTelemetry span for each task. The value is a function of yours, "
-        "`module:function`, without arguments. Each Python worker calls the function once, "
-        "so that it sets the tracer provider and the exporter. The workers need "
+        "`module:function`, without arguments. The function sets the tracer provider "
+        "and the exporter; each Python worker calls it once. The workers need "
         "`waltz-spark[traces]`.",
     ),
     Option(
@@ -180,9 +180,9 @@ OPTIONS: tuple[Option, ...] = (
         "requiredColumns",
         Purpose.READ,
         "none",
-        "With `dataFormat`: columns that each payload must have, `id,amount`, in upper or lower "
-        "case. A payload without one of them is handled as option `mode` states. Other missing "
-        "columns are null.",
+        "With `dataFormat`: columns that each payload must have, `id,amount`. The names are "
+        "case-insensitive. A payload without one of them is handled as option `mode` states. Other "
+        "missing columns are null.",
     ),
     Option(
         "changeFeed",

@@ -126,8 +126,8 @@ def _resolve_given_marks(
             if options.fails_on_data_loss:
                 raise DataLoss(
                     f"option {name!r} names transaction {given_mark} of partition {partition}, "
-                    f"but its log ends at transaction {mark}: it is the log of another "
-                    "cluster, or it was created again. Hint: correct the option, or set "
+                    f"but its log ends at transaction {mark}: the log belongs to another "
+                    "cluster, or was created again. Hint: correct the option, or set "
                     "failOnDataLoss=false to read the transactions that exist."
                 )
             given_mark = mark

@@ -100,7 +100,9 @@ class SavedArchive:
                     wrong.append(f"{entry.name} has other records than the log")
             last = self.marks[partition].last
             if following != last + 1:
-                wrong.append(f"the objects of partition {partition} end at {following - 1}, {last}")
+                wrong.append(
+                    f"the objects of partition {partition} end at {following - 1}, expected {last}"
+                )
         return wrong
 
     def _records(self, entry: ObjectEntry) -> bytes:

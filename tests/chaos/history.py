@@ -189,15 +189,15 @@ def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, client_r
         else:
             verdict.wrong.append(
                 f"{recorded.key} at mark {message.mark} of partition {recorded.partition} was "
-                "rejected, and no client had written its locks"
+                "rejected, although no client had written its locks"
             )
     for partition, count in rejections_without_conflict.items():
         sessions = len(log.sessions[partition])
-        under_way = sessions * client_runs * PENDING_MAX * BATCH_ROWS
+        in_flight_max = sessions * client_runs * PENDING_MAX * BATCH_ROWS
         verdict.check(
-            count <= under_way,
-            f"partition {partition}: {count} rejections without a conflict for {sessions} store "
-            f"sessions; {under_way} could have been under way",
+            count <= in_flight_max,
+            f"partition {partition}: expected at most {in_flight_max} rejections without a "
+            f"conflict for {sessions} store sessions, found {count}",
         )
     verdict.counts["rejected by a new session"] = rejections_without_conflict.total()
 
@@ -217,7 +217,7 @@ def _check_feeds(client_runs: list[ClientRun], log: Log, verdict: Any) -> None:
                 )
             if known.get((partition, transaction_id)) != request_id:
                 wrong.append(
-                    f"{client_run.name} was fed another one at {partition}/{transaction_id}"
+                    f"{client_run.name} was fed another transaction at {partition}/{transaction_id}"
                 )
             following[partition] = transaction_id + 1
         verdict.counts["fed"] += following.total()

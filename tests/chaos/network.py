@@ -82,7 +82,7 @@ class Network:
     def __enter__(self) -> Self:
         try:
             if not self._uses_namespaces:
-                raise OSError("it was asked for")  # noqa: TRY301 - as if there were none
+                raise OSError("not requested")  # noqa: TRY301 - as if there were none
             self._build()
         except (OSError, subprocess.SubprocessError) as error:
             self._stack.close()

@@ -295,7 +295,7 @@ def compare(written: WrittenLog, table: Path, writer: EndlessWriter) -> Iterator
             (marks == before and schema == schema_before)  # it does not add fields
             or any(marks[each] < mark for each, mark in before.items())
         ):
-            yield f"version {version} has the marks {marks} after {before}"
+            yield f"version {version}: expected marks above {before}, found {marks}"
         before, schema_before = marks, schema
     if before != end_marks(written):
         yield f"the table ends at {before}, the log at {end_marks(written)}"

@@ -170,7 +170,7 @@ def _mismatch(history, found):
         return f"ends at {found.last}, expected {history.acked}..{len(history.records) - 1}"
     for position, record in enumerate(found.records):
         if record and record != history.records[position]:
-            return f"record {position} is another one"
+            return f"record {position} differs from the written one"
     start = found.start.transaction_id
     if found.entries != tuple(
         entry for entry in history.entries if start < entry.last <= found.last
@@ -194,9 +194,11 @@ def check_disk_state(acknowledged, contents):
             raise Violation(f"partition {partition} has no slots")
         marker = slot.acked.transaction_id
         if slot.dirty not in expected.is_dirty:
-            raise Violation(f"partition {partition}: dirty {slot.dirty}, {expected.is_dirty}")
+            raise Violation(
+                f"partition {partition}: dirty {slot.dirty}, expected {expected.is_dirty}"
+            )
         if not slot.suspect and marker < min(expected.markers):
-            raise Violation(f"partition {partition}: marker {marker}, {expected.markers}")
+            raise Violation(f"partition {partition}: marker {marker}, expected {expected.markers}")
         if slot.truncate is None:
             _check_indexes(contents.files, directory, marker, slot.start.transaction_id)
 
@@ -218,7 +220,9 @@ def _check_indexes(files, directory, marker, start):
         while at + 40 <= len(content) and first <= last:
             stated = int.from_bytes(index[128 + 8 * (first - int(path.stem)) :][:8], "big")
             if first > start and stated != at:
-                raise Violation(f"{path.name}: expected {at} for {first}, found {stated}")
+                raise Violation(
+                    f"{path.name}: record {first}: expected offset {at}, found {stated}"
+                )
             at += 40 + int.from_bytes(content[at + 28 : at + 32], "big")
             first += 1
 

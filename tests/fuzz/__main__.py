@@ -239,11 +239,13 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="in total; default 60")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the whole run; default 60"
+    )
     parser.add_argument("--decoder", action="append", choices=sorted(BY_NAME), metavar="NAME")
-    parser.add_argument("--seed", type=int, help="default: any")
+    parser.add_argument("--seed", type=int, help="default: random")
     parser.add_argument("--list", action="store_true", help="list the decoders")
-    parser.add_argument("--input", type=Path, help="a file with the only input")
+    parser.add_argument("--input", type=Path, help="run only the input in this file")
     parser.add_argument("--atheris", action="store_true", help="needs the package atheris")
     parser.add_argument("--keep-seeds", action="store_true", help="add seeds to the corpus")
     for each in ("--worker", "--extremes"):  # only for child processes

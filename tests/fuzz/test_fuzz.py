@@ -51,7 +51,7 @@ def test_the_first_seed_is_decoded(decoder):
 @each_decoder
 def test_inputs_of_the_corpus_give_a_value_or_a_declared_error(decoder):
     inputs = decoder.corpus()
-    assert inputs, "python -m tests.fuzz --keep-seeds adds the first ones"
+    assert inputs, "no inputs: run python -m tests.fuzz --keep-seeds"
     for data in inputs.values():
         decoder.check(data)
 

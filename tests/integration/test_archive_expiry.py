@@ -118,7 +118,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         assert object_names(archive) == {entry.name for entry in manifest.newest_objects} - expired
         check_reads(cluster, written, first)
         expire(cluster, 10 * len(written), "--yes")
-        assert first_of(cluster) == len(written), "the one after the archived mark"
+        assert first_of(cluster) == len(written), "the ID after the archived mark"
         with WaltzClient(cluster.connect) as client:
             append_rows(client, written)
             assert read_payloads(client, len(written) - 10, len(written) - 1, None) == written[-10:]

@@ -139,7 +139,11 @@ def search(name: str, seeds_max: int) -> Trace | str:
             trace = Trace(name, rule, text, seed, seeds, dict(rules), short.schedule)
             trace.save()
             return trace
-    return f"{name}: not found in {seeds_max} seeds" if not found else f"{name}: no green schedule"
+    return (
+        f"{name}: not found in {seeds_max} seeds"
+        if not found
+        else f"{name}: found, but no schedule passes without the mutant"
+    )
 
 
 def _unspecific_rank(verdict: RunVerdict, rules: Counter[str]) -> tuple[int, int, int]:
@@ -208,7 +212,7 @@ def main() -> int:
     if names == ["all"]:
         detected = {trace.switch for trace in traces() if is_detected(trace)}
         names = [name for name in SWITCHES if name not in detected]
-        _print(f"{len(detected)} traces hold, {len(names)} to be found")
+        _print(f"{len(detected)} traces detect their mutant, {len(names)} mutants need a trace")
     missed = 0
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         for future in as_completed(pool.submit(search, name, arguments.seeds) for name in names):

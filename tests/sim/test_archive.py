@@ -344,7 +344,7 @@ def test_a_replica_that_was_reset_does_not_decide_without_the_rest_of_its_quorum
     world.wait_for("archived", 3)
     archive_faults.lose_a_reset_replica(world.cluster, Random(1))
     world.wait_for("fault lose_a_reset_replica")
-    world.wait_for("quorum of a reset replica away")
+    world.wait_for("last quorum of a reset replica stopped")
     world.cluster.run_until_recovered()
     assert world.counts["replica reset"] >= 1
 

@@ -114,7 +114,7 @@ def test_a_row_whose_lock_selects_another_partition_must_name_a_permitted_partit
     rows = spark.createDataFrame(
         [(b"row", [lock("account", key)])], "data binary, write_locks array<int>"
     )
-    with pytest.raises(BadRequest, match="found partition 2 of row 0"):
+    with pytest.raises(BadRequest, match="found partition 2 in row 0"):
         waltz_spark.append(rows, tenant, **OWN_PARTITIONS)
     named = waltz_spark.append(rows.withColumn("partition", F.lit(3)), tenant, **OWN_PARTITIONS)
     assert named.counts["committed"] == 1

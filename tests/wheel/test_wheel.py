@@ -23,7 +23,8 @@ FILES = [str(path) for path in WHEEL.files or ()]
 pytestmark = [
     pytest.mark.timeout(3 * TEST_TIMEOUT_S),
     pytest.mark.skipif(
-        "waltz_core/__init__.py" not in FILES, reason="not the installed wheel: make test-wheel"
+        "waltz_core/__init__.py" not in FILES,
+        reason="runs only with the installed wheel: make test-wheel",
     ),
 ]
 

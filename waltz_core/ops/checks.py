@@ -21,7 +21,7 @@ CHECK_CONDITIONS: Final = {
     "assignment": "the partition has an owner and replicas, spread over groups of storages",
     "server": "the owner answers requests for the partition",
     "connectivity": "the owner can connect to the storages of the partition",
-    "storage": "these storages answer, and each has its replica",
+    "storage": "the storages of the partition answer, and each has its replica",
     "quorum": "a quorum of the replicas is in sync",
     "recovery": "every replica is in sync in the newest store session",
     "health": "the owner has an open store session",

@@ -122,8 +122,7 @@ class ChangeDecoder:
             if headers and (unread_headers := set(rules.delete_headers) - set(headers)):
                 raise BadConfig(
                     f"delete_headers: header {min(unread_headers)} is not one of the headers of "
-                    "the table, "
-                    f"{sorted(headers)}. Hint: add it to them."
+                    f"the table, {sorted(headers)}. Hint: list this header in headers, too."
                 )
             self._scan_columns = _scan_columns(rows, data_format, has_keys=has_keys)
         self._rows = rows

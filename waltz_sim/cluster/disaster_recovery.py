@@ -240,7 +240,7 @@ class DisasterRecovery:
                 await asyncio.sleep(POLL_INTERVAL_S)
             states = cluster.coordinator.metadata
             if not cluster.has_all_engaged() or states is None or other in cluster.replicas:
-                raise CommandDied("others change the replicas, or they do not recover")
+                raise CommandDied("the replicas do not recover, or were changed by another command")
             cluster.reassign((*cluster.replicas, other))
             self._die_if_planned_after("add")
 

@@ -399,7 +399,7 @@ class SimCluster:
             if self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS, until=self.has_all_engaged):
                 return
             self.run_operator(may_replace=again % 4 == 3)
-        self.checks.fail("Converged", f"not whole: {self.unrecovered_reasons()}")
+        self.checks.fail("Converged", f"not all engaged: {self.unrecovered_reasons()}")
 
     def _run_until_repaired(self) -> None:
         """Read all logs repeatedly, until sessions have repaired all damage."""

@@ -205,7 +205,7 @@ class ContextClient(Process):
             )
         elif position >= len(log) or log[position].key != transaction.req_id[::3]:
             self.loop.keep_error(
-                Violation("ClientPrefix", f"{self.name} was fed another one at {position}")
+                Violation("ClientPrefix", f"{self.name} was fed another transaction at {position}")
             )
         self.view = position
 

@@ -151,8 +151,8 @@ class SimStorage(Process):
         if registered != engine.storage_id:
             engine.abandon()
             raise StorageIdMismatch(
-                f"{self.replica} is registered for {registered.hex()}, the directory is that of "
-                f"{engine.storage_id.hex()}"
+                f"{self.replica} is registered with storage ID {registered.hex()}, but its "
+                f"directory has {engine.storage_id.hex()}"
             )
         self.engine = engine
 

@@ -248,7 +248,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
     directions += [(each.name, owner.name) for each in lagging]
 
     def stop_last_quorum() -> None:
-        cluster.checks.count("quorum of a reset replica away")
+        cluster.checks.count("last quorum of a reset replica stopped")
         for server in cluster.servers:
             cluster.kill(server)
         for holder in holders:

@@ -96,7 +96,7 @@ class ArchiveGuarantees:
         replaced_ms = self._replaced_ms.get(name)
         if replaced_ms is not None and now_ms - replaced_ms < archive.grace_ms:
             self._state.fail(
-                "Archived", f"manifest {name} is deleted before readers must have read a later one"
+                "Archived", f"manifest {name} is deleted before the end of its grace period"
             )
         if self._recorded_mark is None:
             return
@@ -241,8 +241,8 @@ class ArchiveGuarantees:
             if entry.first != end + 1:
                 self._state.fail(
                     "Archived",
-                    f"manifest {mark.manifest} lists an object from transaction {entry.first} on "
-                    f"after one that ends at {end}",
+                    f"manifest {mark.manifest} lists an object that begins at transaction "
+                    f"{entry.first}, expected {end + 1}",
                 )
             end = entry.last
             if entry.name not in self._verified_objects and file is not None:

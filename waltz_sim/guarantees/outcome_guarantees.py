@@ -85,8 +85,8 @@ class OutcomeGuarantees:
             if row is None or row.key != key:
                 state.fail(
                     "Followed",
-                    f"{operation} depends on row {key} as transaction {transaction_id}, found "
-                    f"{row}",
+                    f"{operation}: expected predecessor {key} as transaction {transaction_id}, "
+                    f"found {row}",
                 )
         self._check_all_reported(operation, chain)
         if operation.mark > history.last:
@@ -150,7 +150,10 @@ class OutcomeGuarantees:
                     f"{writer} has written its lock {lock}",
                 )
         if operation.mark >= transaction_id:
-            self._state.fail("NotAhead", f"transaction {transaction_id} has mark {operation.mark}")
+            self._state.fail(
+                "NotAhead",
+                f"transaction {transaction_id} has mark {operation.mark}, expected a lower mark",
+            )
         self._locks.add_row(operation, transaction_id)
 
     # ---- clients

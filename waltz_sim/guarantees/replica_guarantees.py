@@ -199,7 +199,7 @@ class ReplicaGuarantees:
             # The storage's own check has rejected the truncation. A server may not rely on this
             # check.
             if storage.name in self.corrupted:
-                self._state.count("a corrupt log was not cut")
+                self._state.count("truncation of a corrupt log rejected")
                 return
             self._state.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
 

@@ -284,7 +284,7 @@ class ResponseGuarantees:
         if lost is not None and lost < req_id.sequence and RowOutcomeCode.COMMITTED in reasons:
             self._state.fail(
                 "Overtaken",
-                f"{name} reports {req_id} as committed, but row {lost} before it was lost",
+                f"{name} reports {req_id} as committed, but the earlier row {lost} was lost",
             )
         rows = [row for row, reason in enumerate(reasons) if reason in _LOST_REASONS]
         if rows and lost is None:

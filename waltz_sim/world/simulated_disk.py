@@ -178,7 +178,7 @@ class SimFile:
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""
         self._check()
-        assert not self._is_best_effort, f"{self._path} is best-effort, and is synced"
+        assert not self._is_best_effort, f"{self._path} was opened as best-effort, but is synced"
         inode = self._inode
         fault = self._disk.step("sync", self._path)
         if fault is None:

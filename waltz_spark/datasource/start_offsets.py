@@ -152,8 +152,8 @@ def _check_not_expired(
     if expired and options.fails_on_data_loss:
         partition, first = min(expired.items())
         raise DataLoss(
-            f"{subject} before transaction {first} of partition {partition}, the first "
-            "available one: the earlier ones have expired in the archive. Hint: read from "
+            f"{subject} before transaction {first}, the first available transaction of partition "
+            f"{partition}: earlier transactions have expired in the archive. Hint: read from "
             "the first available transaction on, or set failOnDataLoss=false to skip the "
             "missing ones."
         )
@@ -177,10 +177,10 @@ def extend_to_first_available(
     if expired and options.fails_on_data_loss:
         partition, first, _ = expired[0]
         raise DataLoss(
-            f"the change feed needs all transactions of partition {partition}, and the first "
-            f"available one is {first}: the archive has expired the others, and rows that they "
-            "wrote are unknown. Hint: set failOnDataLoss=false to accept that the next change of "
-            "such a row is an insert."
+            f"the change feed needs all transactions of partition {partition}, but the first "
+            f"available one is {first}: the earlier ones have expired in the archive, so the rows "
+            "that they wrote are unknown. Hint: set failOnDataLoss=false to accept that the next "
+            "change of such a row is an insert."
         )
     return extended
 

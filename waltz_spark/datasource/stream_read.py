@@ -55,7 +55,7 @@ _log = logging.getLogger("waltz")
 
 _START_OF_STREAM = "the stream"
 _OTHER_LOG_REASON = (
-    "it was created again, or it is the log of another cluster. Hint: use another "
+    "the log was created again, or belongs to another cluster. Hint: use another "
     "checkpoint, or set failOnDataLoss=false to read the log from its start."
 )
 

@@ -268,8 +268,7 @@ def _open_checked_table(
         if headers and (unread_headers := set(table.delete_headers) - set(headers)):
             raise BadConfig(
                 f"delete_headers: header {min(unread_headers)} is not one of the headers of the "
-                "table, "
-                f"{sorted(headers)}. Hint: add it to them."
+                f"table, {sorted(headers)}. Hint: list this header in headers, too."
             )
         declared_columns = None
         if table.schema is not None:
@@ -407,7 +406,7 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
     if state is None:
         target.create(name)
         state = target.marks(name)
-        assert state is not None, "it was created"
+        assert state is not None, "the table was created"
     if state.metadata is None and state.version is None and state.has_rows:
         raise BadConfig(
             "the table has rows, or marks of another follower, but no marks of follower "

@@ -281,7 +281,7 @@ class MergedDeltaTable:
             if newest := find_newest_commit(follower, commits, is_complete=is_complete):
                 metadata, other_commits = newest
                 marks = decode_marks(metadata)
-                assert marks is not None, "it is of the follower"
+                assert marks is not None, "the commit is of the follower"
                 # The `txn` of the follower has this version or a lower one.
                 return commits, TableState(metadata, marks.version, other_commits)
             if is_complete:

@@ -33,8 +33,8 @@ class TableLibrary(NamedTuple):
 
 DELTA = TableLibrary(
     "Delta",
-    "Delta 4.4.0 has one for Spark 4.0, 4.1 and 4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), and "
-    "none for 4.3; docs/spark-tables.md has the settings of the session.",
+    "Delta 4.4.0 has a library for Spark 4.0, 4.1 and 4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), "
+    "and none for 4.3; docs/spark-tables.md has the settings of the session.",
 )
 ICEBERG = TableLibrary(
     "Iceberg",

@@ -343,7 +343,7 @@ class RowConverter:
             name: batch.column(name)[index].as_py() for name in batch.schema.names if name != "data"
         }
         values_text = f" ({str(row_values)[:200]})" if row_values else ""
-        return f"row {self._row_count + index} (from 0) of the task{values_text}"
+        return f"row {self._row_count + index} (counted from 0) of the task{values_text}"
 
     @staticmethod
     def _header_column(batch: pa.RecordBatch, count: int) -> pa.Array:
@@ -408,7 +408,7 @@ class RowConverter:
             return
         row = int(np.flatnonzero(is_wrong)[0])
         found_text = (
-            f"partition {partitions[row]} of {self._describe_row(batch, pa.array(is_wrong))}"
+            f"partition {partitions[row]} in {self._describe_row(batch, pa.array(is_wrong))}"
         )
         allowed = first_items_text(self._allowed_partitions.tolist())
         expected = f"expected one of the partitions {allowed} (option 'partitions'), found"
@@ -464,8 +464,8 @@ class RowConverter:
             if pc.any(is_wrong).as_py():
                 first_wrong_mark = given_marks.filter(is_wrong)[0]
                 raise BadRequest(
-                    f"column {MARK_COLUMN!r}: expected a transaction ID, or -1 for before "
-                    f"the first transaction, found {first_wrong_mark} in "
+                    f"column {MARK_COLUMN!r}: expected a transaction ID, or -1 (before "
+                    f"the first transaction), found {first_wrong_mark} in "
                     f"{self._describe_row(batch, is_wrong)}"
                 )
             marks = np.where(

@@ -197,7 +197,7 @@ def test_an_upload_runs_at_its_rate_limit(tmp_path):
     written_bytes = sum(file.byte_count for file in store.list_files(""))
     last = (tmp_path / uploaded.name).stat().st_size
     assert time.now_s * 1_000 == pytest.approx(2 * written_bytes - last), (
-        "all reads wait but the last"
+        "all reads except the last one wait"
     )
     gaps = [later - earlier for earlier, later in pairwise([0.0, *waits_s])]
     assert max(gaps) <= 1.0, "each wait is reported"

@@ -157,7 +157,7 @@ def test_a_wrong_column_is_named(column: str, message: str):
         (["--data-format", "avro"], "--data-format avro needs --schema-registry URL"),
         (
             ["--schema-registry", "http://r"],
-            "--schema-registry needs --data-format avro or protobuf",
+            "--schema-registry and --schema-registry-auth-file need --data-format avro or protobuf",
         ),
         (
             ["--data-format", "protobuf", "--schema-registry", "http://u:secret@r"],

@@ -207,12 +207,12 @@ LOCKS = pa.list_(pa.int32())
         (
             {"data": [None]},
             BadRequest,
-            r"'data' is null in row 2 \(from 0\) of the task, .* Hint: ",
+            r"'data' is null in row 2 \(counted from 0\) of the task, .* Hint: ",
         ),
         (
             {"data": [None], "header": pa.array([7], pa.int32())},
             BadRequest,
-            r"is null in row 2 \(from 0\) of the task \({'header': 7}\)",
+            r"is null in row 2 \(counted from 0\) of the task \({'header': 7}\)",
         ),
         (
             {"data": [b"x" * (4 * 1024 * 1024 + 1)]},
@@ -227,7 +227,7 @@ LOCKS = pa.list_(pa.int32())
         (
             {"data": [b"x"] * 4, "client_high_water_mark": [-1, None, -7, -8]},
             BadRequest,
-            r"column 'client_high_water_mark': .* found -7 in row 4 \(from 0\) of the task",
+            r"column 'client_high_water_mark': .* found -7 in row 4 \(counted from 0\) of the task",
         ),
         *(
             (
@@ -315,7 +315,7 @@ def test_a_row_outside_the_chosen_partitions_is_rejected_unless_it_names_a_parti
     with pytest.raises(
         BadRequest,
         match=r"the first lock chooses the partition: expected one of the partitions 1, 3 "
-        r"\(option 'partitions'\), found partition 2 of row 1 .* Hint: set a partition in column "
+        r"\(option 'partitions'\), found partition 2 in row 1 .* Hint: set a partition in column "
         "'partition'",
     ):
         row_converter(CHOSEN_PARTITIONS).convert(batch)
@@ -324,7 +324,7 @@ def test_a_row_outside_the_chosen_partitions_is_rejected_unless_it_names_a_parti
     outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
     with pytest.raises(
         BadRequest,
-        match=r"column 'partition': expected one of .* 1, 3 .*, found partition 0 of row 1",
+        match=r"column 'partition': expected one of .* 1, 3 .*, found partition 0 in row 1",
     ):
         row_converter(CHOSEN_PARTITIONS).convert(outside)
 
@@ -333,5 +333,5 @@ def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
     """Without this rule, two writers could append a key to two partitions without a conflict."""
     (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
-    with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):
+    with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 in"):
         row_converter(replace(CHOSEN_PARTITIONS, partition_by="key")).convert(batch)

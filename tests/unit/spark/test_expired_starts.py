@@ -19,7 +19,7 @@ from waltz_spark.spark_version import ReadMaxRows
 
 FIRST, MARK = 5, 9
 LIMIT = ReadMaxRows(1_000)
-HINT = r"begins before transaction 5 of partition 0, .* Hint: .* failOnDataLoss=false"
+HINT = r"begins before transaction 5, .* of partition 0: .* Hint: .* failOnDataLoss=false"
 
 
 class Log:

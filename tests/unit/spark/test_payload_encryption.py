@@ -313,7 +313,8 @@ def test_the_key_column_selects_the_key_of_each_row(directory: Path) -> None:
 def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
     with pytest.raises(
-        BadRequest, match=r"in column 'customer', found null in row 1 \(from 0\) of the task"
+        BadRequest,
+        match=r"in column 'customer', found null in row 1 \(counted from 0\) of the task",
     ):
         row_converter(options).convert(frame([b"1", b"2"], ["a", None]))
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):

@@ -67,7 +67,7 @@ def payload_format(name: str, registry: str | None, auth_file: Path | None) -> D
 
     Raises:
         BadConfig: the format needs a schema registry and none is given, or a schema registry
-            is given and the format needs none.
+            or its auth file is given and the format needs none.
     """
     kind = _SCHEMA_FORMATS.get(name)
     if kind is not None and registry is not None:
@@ -75,7 +75,9 @@ def payload_format(name: str, registry: str | None, auth_file: Path | None) -> D
     if kind is not None:
         raise BadConfig(f"--data-format {name} needs --schema-registry URL")
     if registry is not None or auth_file is not None:
-        raise BadConfig("--schema-registry needs --data-format avro or protobuf")
+        raise BadConfig(
+            "--schema-registry and --schema-registry-auth-file need --data-format avro or protobuf"
+        )
     return name
 
 

@@ -74,7 +74,7 @@ class DumpArguments(NamedTuple):
     "-r",
     "--record",
     is_flag=True,
-    help="print the records [default without -m, -r and --batches: header, records and batches]",
+    help="print the records [without -m, -r and --batches: the header and the records]",
 )
 @click.option("--batches", is_flag=True, help="print the batches, from the .chn file")
 @click.option(
