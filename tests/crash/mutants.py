@@ -100,77 +100,84 @@ def first_violation(matrix, mutation, syncs, *, is_thorough=True):
 
 # Syncs that may be omitted.
 NOT_NEEDED = {
-    "storage_engine.open > file_system.create_durably#4": "the control file is made next, in the "
-    "same directory",
+    "storage_engine.open > file_system.create_durably#4": "the control file is created next, which "
+    "syncs the same directory",
     "control_file._create > file_system.create_durably#4": "`StorageEngine.open` syncs the same "
     "directory next",
-    "storage_engine.open#1": "only after two kills in a row are both names not durable yet",
-    "log_recovery.open_log > file_system.make_with_parents#1": "`StorageEngine.open` has synced "
-    "that directory",
+    "storage_engine.open#1": "needed only after two kills in a row: only then are both names not "
+    "durable yet",
+    "log_recovery.open_log > file_system.make_with_parents#1": "`StorageEngine.open` has already "
+    "synced this directory",
     "segment.copy_index > file_system.create_durably#4": "the new segment's names are synced next",
     "segments.continue_in_new_file > segment.create > file_system.create_durably#3": "the old "
     "files of an empty segment are as good as the new ones",
-    "log_recovery.open_log#2": "the second slot has the same content; this one prevents that a "
-    "directory that is being changed is marked clean where syncs are not trusted",
-    "segments.continue_in_new_file > segment.sync#1": "nothing trusts it; it is for 0.13, which "
-    "does not cut where the next segment begins (test_layout.py)",
-    "segments.continue_in_new_file > segment.sync#2": "as the line before",
-    "disk_space.fill_reserve#1": "rebuilt at each start; a sync takes the space where it is only "
-    "promised until then",
-    "disk_space.release_reserve#1": "it makes space usable: a file system may free it only when "
-    "the removal is durable",
-    "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
-    "only",
-    "log_recovery._recover > segment.recover#2": "as the line before",
-    "truncation.carry_out > segment.sync#1": "records whose entry was cut are no part of the "
-    "log, and the entries are synced",
-    "truncation.carry_out > segment.sync_index#1": "an index that is too long is cut by the "
-    "next opening",
-    "reading._note_damage#1": "the next read finds it again",
-    "log_files.begin_after#1": "the second write has the same slot; two are for a slot that rots",
-    "log_files.begin_after#2": "as the line before",
+    "log_recovery.open_log#2": "the second write of the slot has the same content. On a disk whose "
+    "syncs are not trusted, this sync prevents that a directory is marked clean while it is "
+    "changed",
+    "segments.continue_in_new_file > segment.sync#1": "Waltz does not trust this sync. It is for "
+    "Waltz 0.13, which does not truncate a file where the next segment begins (test_layout.py)",
+    "segments.continue_in_new_file > segment.sync#2": "same as above",
+    "disk_space.fill_reserve#1": "the reserve is filled again at each start; the sync allocates "
+    "space that the file system has only promised",
+    "disk_space.release_reserve#1": "the sync makes the space usable: a file system may free it "
+    "only when the removal is durable",
+    "log_recovery._recover > segment.recover#1": "a segment that is not the last changes only by "
+    "corruption",
+    "log_recovery._recover > segment.recover#2": "same as above",
+    "truncation.carry_out > segment.sync#1": "records whose batch entry was removed are not part "
+    "of the log, and the entries are synced",
+    "truncation.carry_out > segment.sync_index#1": "the next opening truncates an index that is "
+    "too long",
+    "reading._note_damage#1": "the next read finds the damage again",
+    "log_files.begin_after#1": "the slot is written twice with the same content, in case one of "
+    "the copies is corrupt",
+    "log_files.begin_after#2": "same as above",
     "partition_log.remove_oldest > log_files.mark_acked#2": "the slot with the new start has the "
     "marker, too",
-    "segments.begin_after > segment.remove#1": "the opening removes it again",
-    "segments.begin_after > segments._add > segment.create > file_system.create_durably#3": "the "
-    "opening makes the segment of a reset again",
-    "segments.begin_after > segments._add > segment.create > file_system.create_durably#4": "as "
-    "the line before",
-    "repair > log_files.mark_acked#2": "for what is lost "
-    "next to a hole: this disk gives all that was synced (test_partition_log.py has another)",
-    "segments.fill > segment.fill#6": "an index that is wrong is repaired by the next read",
+    "segments.begin_after > segment.remove#1": "the next opening removes the segment again",
+    "segments.begin_after > segments._add > segment.create > file_system.create_durably#3": "after "
+    "a reset, the next opening creates the segment again",
+    "segments.begin_after > segments._add > segment.create > file_system.create_durably#4": "same "
+    "as above",
+    "repair > log_files.mark_acked#2": "needed for records that a repair discards next to damaged "
+    "ones; the disk of this test keeps all synced records (test_partition_log.py has another "
+    "disk)",
+    "segments.fill > segment.fill#6": "the next read repairs a wrong index",
 }
 # Necessary syncs that may be executed after the next sync, because both syncs precede the next
-# acknowledgement.
+# acknowledgement. The values state what the two syncs make durable.
 ANY_ORDER = {
     "file_system.make_with_parents#1": "names of different directories",
     "file_system.make_with_parents#2": "names of different directories",
     "storage_engine.open > control_file.open#2": "the control file and names",
-    "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
-    "storage_engine.assign_new#0": "as the line before",
-    "storage_engine.assign_new > control_file.set_flags_of#1": "as the line before",
-    "log_recovery.open_log#1": "names, and a slot in a file that had its name before",
-    "segment.create > file_system.create_durably#2": "what is in the files; each before its own "
-    "rename",
+    "control_file.set_flags#1": "the flag and the directory of a partition: a crash may leave one "
+    "without the other",
+    "storage_engine.assign_new#0": "same as above",
+    "storage_engine.assign_new > control_file.set_flags_of#1": "same as above",
+    "log_recovery.open_log#1": "names, and a slot in a file whose name is not new",
+    "segment.create > file_system.create_durably#2": "the contents of two files, each before the "
+    "rename of its own file",
     "segment.create > file_system.create_durably#4": "names, and unacknowledged records",
-    "log_recovery._create_log > file_system.create_durably#2": "what is in the files; each before "
-    "its own rename",
+    "log_recovery._create_log > file_system.create_durably#2": "the contents of two files, each "
+    "before the rename of its own file",
     "log_recovery._create_log > file_system.create_durably#4": "names, and an unacknowledged "
     "promise",
-    "segment.write_again#4": "records, index and batches: acknowledged when all are synced",
-    "segment.write_again#5": "as the line before",
+    "segment.write_again#4": "records, index and batches, which are acknowledged when all are "
+    "synced",
+    "segment.write_again#5": "same as above",
     "segment.write_again#6": "batches, and a slot that confirms no more than was acknowledged",
-    "log_files.sync > segment.sync#1": "records and batches count together only",
-    "log_files.sync > segment.sync#2": "batches and the slot that marks them, at a clean end",
-    "log_files._roll > segment.sync#1": "records and batches count together only",
+    "log_files.sync > segment.sync#1": "records and batches, which count only together",
+    "log_files.sync > segment.sync#2": "batches, and the slot with their marker, at a clean end",
+    "log_files._roll > segment.sync#1": "records and batches, which count only together",
     "log_files._roll > segment.sync#2": "batches, and an index that can be repaired",
-    "log_files._roll#3": "the marker moves on; names of the new segment",
+    "log_files._roll#3": "a later marker, and the names of the new segment",
     "partition_log._confirm#1": "a mark that was acknowledged, and unacknowledged records",
-    "segments.truncate > segment.remove#1": "names of one directory, the newest segment "
-    "first; one sync after two removals finds them in any order, and the intent removes the rest",
-    "log_recovery._remove > segment.remove#1": "as at the cut",
+    "segments.truncate > segment.remove#1": "names in one directory, the newest segment first; "
+    "after two removals, one sync makes the names durable in any order, and the truncation intent "
+    "removes the rest",
+    "log_recovery._remove > segment.remove#1": "same as above",
     "truncation.carry_out > segment.sync#2": "batches and the index",
-    "segments.fill > segment.fill#5": "records of a hole, whose damage is still noted",
+    "segments.fill > segment.fill#5": "repaired records, whose damage is still listed",
 }
 
 

@@ -42,10 +42,10 @@ def test_every_omitted_or_delayed_sync_is_detected(
         if listed is None:
             number += 1
             if violation is None:
-                wrong.append(f"{site}: {mutation}, and no crash shows it")
+                wrong.append(f"{site}: the sync was {mutation}, but no crash test detects this")
         elif violation is not None and mutation == "forgotten":
-            wrong.append(f"{site} is listed, and it is shown: {violation}")
-    record_property(f"crash: syncs {mutation} and found", number)
+            wrong.append(f"{site} is listed, but a crash test detects its omission: {violation}")
+    record_property(f"crash: syncs {mutation} and detected", number)
     assert not wrong, "\n".join(wrong)
     assert number >= {"forgotten": 40, "made late": 20}[mutation]
 
