@@ -34,7 +34,7 @@ class WriteEntry(TransactionContext):
         self._compute_entry = compute_entry
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the partition of the account whose entry this is."""
+        """Return the partition of the account that the entry belongs to."""
         return partition_of(account_lock(self._account), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
@@ -155,7 +155,7 @@ class Bank:
     # -- queries
 
     def balance(self, account: int) -> int:
-        """Return the balance of an account in cents, including all entries committed before."""
+        """Return an account's balance in cents, including all entries committed before the call."""
         self._catch_up(self.partition_of_account(account))
         is_account = ACCOUNTS.c.account == account
         with self._books.engine.connect() as connection:

@@ -189,7 +189,7 @@ class IncrementContext(TransactionContext):
 
 
 class Pending(NamedTuple):
-    """Transactions in flight: a future, and the records whose outcomes its result decides."""
+    """Transactions in flight: a future, and the records that get outcomes from its result."""
 
     future: "Future[Any]"
     recorded: list[RecordedOutcome]

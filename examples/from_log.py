@@ -1,4 +1,4 @@
-"""A state from the log and a cluster for `counter.py`, `constraint.py` and `payments.py`."""
+"""Code that `counter.py`, `constraint.py` and `payments.py` share: a state, and a cluster."""
 
 import argparse
 import contextlib

@@ -100,7 +100,7 @@ spark.sql.execution.arrow.maxRecordsPerBatch  10000
 # Workers stay alive between tasks, and with them their connections. This is the default.
 spark.python.worker.reuse  true
 
-# NB: the workers' Python is not a setting: set PYSPARK_PYTHON to one with waltz-spark.
+# NB: the workers' Python is not a setting: set PYSPARK_PYTHON to a Python with waltz-spark.
 """
 
 
@@ -331,7 +331,7 @@ def record_table() -> str:
 
 
 def dtype_rows(dtype: "np.dtype[Any]", start: int) -> Iterable[tuple[object, ...]]:
-    """Yield the fields of a NumPy structure, with the fields of inner structures in their place."""
+    """Yield the fields of a NumPy structure; the fields of an inner structure replace it."""
     assert dtype.fields is not None
     for name, (field_dtype, offset, *_) in dtype.fields.items():
         if field_dtype.fields is not None:

@@ -300,7 +300,7 @@ class _MemoryDirectory:
         return client_id
 
     def take(self, client_id: int) -> None:
-        """Store the time after which appends of this client have no outcome."""
+        """Store how long this client stays disconnected if an append has no outcome."""
         self._server.outcome_timeout_s[client_id] = self._outcome_timeout_s
 
     async def close(self) -> None:

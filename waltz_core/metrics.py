@@ -694,8 +694,8 @@ class Metrics:
             self._counter_growth.pop(key, None)
             for pair in texts.items():
                 self._keys_by_label[pair].pop(key)
-            # The metric may have been removed already: a key can have the same labels in another
-            # order.
+            # Another key may have had the same labels in another order. Then the metric was removed
+            # with that key.
             with contextlib.suppress(KeyError):
                 self._collectors[str(name)].remove(
                     *(texts[label] for label in METRIC_BY_NAME[str(name)].labels)

@@ -6,8 +6,8 @@ a run permanently, and can be shortened.
 Rules:
     1. All random numbers are drawn here, before the run. The target of a fault depends on its own
        `chance`, so the target does not change when other faults are removed.
-    2. Swarm testing: each seed has only some kinds of faults, each kind at its own rate, and its
-       own sizes. A world with all kinds of faults at once explores little.
+    2. Swarm testing: each seed has its own set-up and only some kinds of faults, each kind at its
+       own rate. A world with all kinds of faults at once explores little.
 """
 
 import dataclasses

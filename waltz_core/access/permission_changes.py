@@ -413,7 +413,7 @@ def add_token(permissions: Permissions, token_hash: str, token: StoredToken) -> 
 
 
 def check_token_principal(name: str) -> None:
-    """Raise BadConfig if no token may identify this principal, such as a reserved principal."""
+    """Raise BadConfig if a token must not identify this principal, for example a reserved one."""
     check_principal(name)
     if name in RESERVED_NAMES:
         raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")

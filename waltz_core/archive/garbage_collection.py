@@ -29,10 +29,10 @@ Rules (docs/decisions/047, AR 16):
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
     9. The collection deletes nothing if a later session has written a lower version of the manifest
        than an earlier session. Example: session 5 has written version 12, and session 6 has written
-       version 10. A new manifest has the version after the recorded version, so this happens only
-       if ZooKeeper was rolled back. After a rollback, backups may list objects of version 12. Until
-       an operator deletes the manifest with version 12, all files stay, and the rollback can be
-       detected.
+       version 10. A new manifest has the version after the recorded version, so a lower version is
+       possible only if ZooKeeper was rolled back. After a rollback, backups may list objects of
+       version 12. Until an operator deletes the manifest with version 12, all files stay, and the
+       rollback can be detected.
 
 The collection of a fenced owner may still run while a later owner works. It deletes no file that
 the later owner needs:

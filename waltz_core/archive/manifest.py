@@ -195,8 +195,8 @@ class Manifest:
     def with_expiry(self, first: TransactionId, now_ms: int) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (rule 4).
 
-        The new manifest omits the objects that may be deleted. But a page stays complete while it
-        lists any other object.
+        The new manifest omits the objects that may be deleted. But if a page also lists another
+        object, the new manifest keeps the complete page.
         """
         assert self.first <= first <= self.last + 1
         end = self.deletable_below(now_ms)

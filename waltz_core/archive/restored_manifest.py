@@ -12,8 +12,8 @@ Rules (docs/decisions/055):
          object is missing or corrupt, another object with the same IDs and chain hash is used
          instead. This replacement is below the key of the backup's cluster, even if the old object
          is below the key of another cluster.
-       This check reads an object only if another object with the same IDs exists. So only then does
-       it detect a corrupt object.
+       This check reads an object only if another object with the same IDs exists. Otherwise it
+       does not detect a corrupt object.
     3. The end of the restored partition is a batch end. The object that contains this end is read.
        Its hash chain is verified from the first to the last batch, and must match the manifest. So
        the chain hash at the end is the chain hash of the source's log.

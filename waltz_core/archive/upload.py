@@ -279,7 +279,7 @@ class _CrcSink:
 
 
 def _split_into_row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
-    """Group runs to row groups of about `ROW_GROUP_BYTES`."""
+    """Group runs of batches into row groups of about `ROW_GROUP_BYTES`."""
     group: list[BatchRun] = []
     for run in runs:
         group.append(run)

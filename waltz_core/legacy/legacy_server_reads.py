@@ -105,8 +105,8 @@ class LegacyServerReads:
     async def read_data(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Read a range that is known to be committed; only its IDs and data are valid.
 
-        The records have no request IDs. If the query has a filter, the caller knows that the first
-        transaction passes the filter, and only the first transaction is returned.
+        The records have no request IDs. If the query has a filter, only the first transaction is
+        returned. The caller knows that the first transaction passes the filter.
         """
         last = min(query.last, query.first + WHOLE_COUNT_MAX - 1)
         if query.header_values:

@@ -52,8 +52,8 @@ from waltz_core.wire.messages import (
 )
 
 VERSION_MAX: Final = 4  # the last version of the client protocol of 0.13
-# If rows are in flight without an outcome for this time, a flush is sent. The time is that of the
-# 0.13 client.
+# If rows are in flight without an outcome for this time, a flush is sent. The 0.13 client has
+# the same limit.
 FLUSH_AFTER_MS: Final = 5_000
 # The interval at which the mark is requested. The interval is needed because a server that does not
 # own the partition does not answer.

@@ -292,10 +292,10 @@ _ROWS_BY_AREA: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _finding_row(
             "archive-unavailable",
-            "storages {storages} have failed to write to the archive, up to {count} times in a "
-            "row: {why}. Hint: check the credentials, the network and the object store. While "
-            "writes fail, storages remove no old segments. The command reads the archive from "
-            "the machine on which you run it.",
+            "storages {storages} have failed to write to the archive (highest number of "
+            "consecutive failures: {count}): {why}. Hint: check the credentials, the network and "
+            "the object store. While writes fail, storages remove no old segments. The command "
+            "reads the archive from the machine on which you run it.",
             _ARCHIVE_STATUS_COMMAND,
         ),
         _finding_row(

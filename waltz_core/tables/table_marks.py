@@ -13,8 +13,8 @@ Rules:
     3. Marks never decrease. If the log ends before the table marks, or begins after them, the log
        has lost transactions of the table.
     4. Each commit has a version, which increases with each batch. The version is at most the number
-       of transactions up to the marks of the commit, and higher than the number of transactions up
-       to the marks of each earlier commit. Without Spark, the version equals the number of
+       of transactions up to the marks of the commit. It is higher than the number of transactions
+       up to the marks of each earlier commit. Without Spark, the version equals the number of
        transactions.
     5. A table with a version but without marks has lost its marks. In this case, the follower
        reports an error and does not start from the beginning, because the user must decide.

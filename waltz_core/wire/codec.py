@@ -8,7 +8,7 @@ There is one layout for each message class and version. A layout joins neighbori
 size into one `struct` call, and has one function for each field of variable size.
 
 Rules:
-    1. `decode(encode(m)) == m` for every value that both versions can express. The codec silently
+    1. `decode(encode(m)) == m` for every value that the version can express. The codec silently
        omits only the fields that messages.py marks `is_extra`.
     2. Bytes after the last field are an error.
     3. Large byte fields are never copied: encoding returns the caller's buffers, decoding returns

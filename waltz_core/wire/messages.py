@@ -150,8 +150,8 @@ class RangeForm(IntEnum):
     HEADERS = 1  # 28 bytes each: ID, request ID, header
 
 
-# RANGE_REQUEST: like HEADERS, but only headers of the request's client ID (protocol L; 2 is
-# LOCATIONS).
+# RANGE_REQUEST of protocol L: like HEADERS, but only headers of the request's client ID. The number
+# 2 is in use for `record_locations.LOCATIONS`.
 OWN_HEADERS = 3
 # PREPARED: the storage does not support archiving.
 NO_ARCHIVING = -2

@@ -258,8 +258,8 @@ class DisasterRecovery:
     def _has_all_acknowledged(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        The longest log has them if a quorum of replicas without losses has answered. Then no older
-        session can acknowledge any longer, and these replicas contain all acknowledged
+        The longest log has them if a quorum of replicas without losses has answered. Then older
+        sessions can acknowledge nothing more, and these replicas contain all acknowledged
         transactions. A repeated command needs no quorum: the first run has checked the quorum, and
         since then ZooKeeper names only the accepted replica.
         """

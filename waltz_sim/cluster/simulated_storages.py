@@ -8,7 +8,7 @@ Rules:
     2. A piece of work takes effect at one moment. Its answers follow after the duration of the disk
        access. If the process dies in between, all data is durable and no request is answered. If
        the process dies during the work, it dies at a step of its disk (`SimDisk.plan_fault`).
-    3. A disk belongs to the machine, not to the process: it survives every incarnation.
+    3. A disk belongs to the machine, not to the process: it survives every restart of the process.
     4. Like the daemon, a storage does not start while ZooKeeper is unavailable, or if its address
        is registered for another storage. It serves the partition while the partition is assigned to
        it, according to its last read. After the end of the assignment, it serves the partition

@@ -273,7 +273,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lose_marks(cluster: SimCluster, rng: "Random") -> bool:
-    """Restore ZooKeeper's data from the same session with an older archived mark, if any."""
+    """Roll ZooKeeper back to an older archived mark of the same session, if there is one."""
     is_recent = rng.random() < 0.7
 
     def try_to_lose_marks(tries_left: int) -> None:

@@ -9,8 +9,8 @@ Rules:
        because each acknowledged transaction is then on one of these replicas. It is not allowed in
        two cases, in which a session could still engage another replica with lost data:
        - Another replica has undetected rot, even if this replica is not engaged or has left.
-       - Another replica has lost data in the current session. This session could engage it because
-         of its earlier answers.
+       - Another replica has lost data in the current session. This session could engage that
+         replica because of the replica's earlier answers.
     2. A replica may lose the end of its log without a trace, within a session. No component can
        detect this loss. It is allowed only if a quorum of other replicas is engaged, and all of
        these engaged replicas hold everything that this replica holds (docs/design/correctness.md

@@ -96,9 +96,9 @@ class LimitGuarantees:
         service = storage.service
         if service is None:
             return
-        # Each of two sessions may exceed the limit of the queue: by the records that it sends
-        # before an answer arrives (the lag), and by one more read, because only the arrival of this
-        # read pauses the connection. A read counts with the size of its answer. The queue also
+        # Each of two sessions may exceed the limit of the queue by two amounts: the records that it
+        # sends before an answer arrives (the lag), and one more read, because only the arrival of
+        # this read pauses the connection. A read counts with the size of its answer. The queue also
         # counts `REQUEST_BYTES` for each request, which the comparison below subtracts.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + PREFETCH_BYTES_MAX)
         held = service.queue_limits

@@ -208,7 +208,7 @@ class SessionGuarantees:
         self._last_at_open.setdefault(session, self._state.history.last)
 
     def _check_previous_assignment(self, claim: ClaimedMetadata, session: SessionId) -> None:
-        """Check that a quorum of the former assignment has an opening session's mark (2.1 G)."""
+        """Check a session that opens: a quorum of the former assignment has its mark (2.1 G)."""
         marked = [
             str(name)
             for name in claim.states

@@ -13,8 +13,8 @@ Rules:
        the contents of files.
     3. A rename is two changes of entries. After a crash the file may have both names, or neither.
     4. A sector within a file's size that was never written reads as zeros.
-    5. After a failed sync, the sectors of the file may be durable or not. A later sync does not
-       change that unless the sectors are written again.
+    5. After a failed sync, the sectors of the file may be durable or not. A later sync makes
+       them durable only if they are written again.
     6. A killed process loses nothing, and makes nothing durable.
 """
 

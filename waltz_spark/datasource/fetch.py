@@ -75,8 +75,8 @@ class BatchConverter:
         }:
             self._encryption = decryption_of(options)
             columns += [name for name in _DECRYPTION_COLUMNS if name not in columns]
-        # A count needs no columns, but the batches must have the number of rows: read the narrowest
-        # column.
+        # `count()` needs no columns, but batches must have the right number of rows. So the narrowest
+        # column is read.
         self.columns = columns or ["partition"]
 
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -385,7 +385,7 @@ def _upsert_once(
 ) -> dict[int, int]:
     stored = _stored_marks(target, name)
     parts = changes_of_dataframe(df, columns, rules, stored.marks)
-    # Two actions use the changes: the one for the marks, and the MERGE.
+    # Two Spark actions use the changes: the query for the marks, and the MERGE.
     changes = combine_task_changes(parts, rules.key).persist()
     try:
         with target.translate_errors():

@@ -272,8 +272,8 @@ class MergedIcebergTable:
     def _drop_branches(self) -> None:
         """Drop the branches of earlier runs, which would keep their snapshots from expiring.
 
-        A branch at `main`, or one snapshot after `main`, is kept: another follower may use it.
-        `main` can no longer move to the other branches.
+        A branch is kept if its newest snapshot is that of `main`, or the next one after it: another
+        follower may use this branch. `main` can no longer move to the other branches.
         """
         if self._has_dropped_branches:
             return

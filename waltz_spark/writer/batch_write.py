@@ -196,7 +196,7 @@ def finish_write(
     if named_write is not None:
         summary |= rows.as_fields()
     if paths:
-        # Spark commits a micro-batch with another writer than that of its tasks.
+        # Spark commits a micro-batch with another writer, so use the name that its tasks have used.
         name = next((task.results_name for task in tasks), job.results_name)
         summary |= {"results_path": paths[0], "results_name": name}
         publish_results(

@@ -264,7 +264,7 @@ def _delete_files(store: ArchiveStore, names: Sequence[str]) -> None:
 
     If the pins remained, the objects would never be deleted. Another command may have created a
     cluster with the same key. If the manifests remained, they could stop the garbage collection of
-    this cluster, because they may belong to a later session than the manifests of this cluster.
+    that cluster, because they may belong to a later session than its own manifests.
     """
     for name in names:
         with suppress(WaltzError):

@@ -1,9 +1,9 @@
 """Finds the archived marks of partitions in the archive after ZooKeeper's data was lost.
 
-After the loss, only the archive and the replicas' logs remain. If the chosen log of a partition has
-the chain hash of a manifest at the end of this manifest, the log and the archived transactions are
-equal up to this end. So the newest manifest with this property replaces the manifest that ZooKeeper
-had recorded.
+After the loss, only the archive and the replicas' logs remain. A manifest states its last ID and
+the chain hash at this ID. If the chosen log of a partition has the same chain hash at this ID, the
+log and the archived transactions are equal up to this ID. So the newest manifest with this property
+replaces the manifest that ZooKeeper had recorded.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and

@@ -1,4 +1,4 @@
-"""`waltz-core cluster prefer | unprefer | audit`: preferred partitions, and the audit log."""
+"""`waltz-core cluster prefer | unprefer | audit`: preferred servers, and the audit log."""
 
 from waltz_core.administration import preference_changes
 from waltz_core.administration.change_run import ChangeResult

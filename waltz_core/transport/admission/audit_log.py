@@ -11,7 +11,7 @@ Rules:
         - Denials of one minute with the same principal, host, message, verbs and partitions share
           one line. A second line at the end of the minute states how often the denial was repeated.
         - In each minute, the log records at most `DENIALS_PER_PEER_MAX` different denials of one
-          principal, the same number of one host, and `DENIALS_MAX` in total.
+          principal, at most as many of one host, and at most `DENIALS_MAX` in total.
         - When the file has `DENIALS_FILE_BYTES_MAX`, the log records no more denials.
         - The next recorded denial states how many denials were omitted.
     4. A thread writes the lines in order. While the file cannot be written, outcomes and revisions

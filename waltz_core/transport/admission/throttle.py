@@ -22,7 +22,7 @@ Rules (decision 048, AC 10):
     6. A feed counts towards the limit of feeds from its request on. The feed no longer counts when
        its mount fails, or when a later mount without a feed succeeds. Errors of other requests do
        not change the count. The peer chooses the IDs of its requests, and may use an ID twice. So
-       if a mount succeeds that is not known as pending, this mount counts as a feed.
+       a successful mount counts as a feed if it is not known as pending.
     7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction,
        including transactions that a filter leaves out. The connection's feeds pause until the part
        is paid. The part is paid in shares, and the shares take turns with requests. So all feeds of
