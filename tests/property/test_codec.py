@@ -79,8 +79,8 @@ def message_of(message_class, version):
 
 
 @st.composite
-def any_message(draw):
-    protocol, version = draw(st.sampled_from(CASES))
+def any_message(draw, cases=CASES):
+    protocol, version = draw(st.sampled_from(cases))
     plans = list(codec._layouts(protocol, version).values())
     message_class = draw(st.sampled_from(plans)).make
     return protocol, version, draw(message_of(message_class, version))
@@ -97,10 +97,8 @@ def test_any_message_round_trips(case):
     assert b"".join(codec.encode(decoded, version)) == data
 
 
-@given(st.sampled_from(sorted(VALUES, key=lambda kind: kind.name)), st.data())
+@given(st.sampled_from(sorted(fields.VARIABLE, key=lambda kind: kind.name)), st.data())
 def test_any_value_of_a_variable_kind_round_trips(kind, data):
-    if kind not in fields.VARIABLE:
-        return
     write, read = fields.VARIABLE[kind]
     value = data.draw(VALUES[kind])
     out = fields.FieldWriter()
@@ -142,9 +140,9 @@ def test_any_hello_round_trips(versions, words):
     assert codec.decode_hello(codec.encode_hello(hello)[7:]) == hello
 
 
-@given(st.lists(any_message().filter(lambda case: case[1] == 1), max_size=5), st.data())
+@given(st.lists(any_message([(WireProtocol.STORAGE, 1)]), max_size=5), st.data())
 def test_messages_are_decoded_from_any_split_of_the_bytes(cases, data):
-    sent = [message for protocol, _, message in cases if protocol is WireProtocol.STORAGE]
+    sent = [message for _, _, message in cases]
     dialler = Connection(WireProtocol.STORAGE, is_listener=False)
     listener = Connection(WireProtocol.STORAGE, is_listener=True)
     dialler.receive(listener.first_bytes())

@@ -134,6 +134,7 @@ def no_union(part):
 
 
 FLAT_PARTS = st.sampled_from(FLAT)
+PARTS_EXCEPT_NULL = st.sampled_from([part for part in FLAT if part[0] != "null"])
 PARTS = st.recursive(
     FLAT_PARTS,
     lambda inner: st.one_of(
@@ -182,9 +183,7 @@ def test_the_bytes_that_fastavro_writes_are_read(pair):
         assert codec(schema).decode(sink.getvalue()) == value
 
 
-@given(
-    st.lists(FLAT_PARTS.filter(lambda part: part[0] != "null"), min_size=2, max_size=5), st.data()
-)
+@given(st.lists(PARTS_EXCEPT_NULL, min_size=2, max_size=5), st.data())
 def test_a_value_of_a_union_round_trips_but_may_change_its_type(parts, data):
     chosen = {base_of(kind): (kind, values) for kind, values in parts}
     names = count()
