@@ -180,7 +180,8 @@ class _FailoverRun:
         """Wait until the session with ZooKeeper is connected again."""
         coordinator = self._coordinator
         await self._wait_for(
-            "ZooKeeper", lambda: coordinator.session_state is SessionState.CONNECTED
+            "the connection to ZooKeeper",
+            lambda: coordinator.session_state is SessionState.CONNECTED,
         )
 
     async def wait_until_complete(self) -> None:

@@ -323,8 +323,8 @@ _WHOLE_PARTITION_REASON = (
 _REASONS_TO_REJECT = {
     "maxTransactionsPerTask": _WHOLE_PARTITION_REASON,
     "minPartitions": _WHOLE_PARTITION_REASON,
-    "transactionIds": "the rows depend on all transactions before them. Hint: use the marks of the "
-    "start and the end.",
+    "transactionIds": "the rows depend on all transactions before them. Hint: use options "
+    "startingHighWaterMarks and endingHighWaterMarks.",
     "columnNameOfCorruptRecord": "it has no row for a payload that cannot be unpacked",
 }
 _ALLOWED_PURPOSES = {

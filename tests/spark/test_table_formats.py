@@ -350,7 +350,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
 
     with monkeypatch.context() as patch:
         patch.setattr(DataFrameWriterV2, "append", appended_late)
-        with pytest.raises(Superseded, match="another program has dropped waltz_"):
+        with pytest.raises(Superseded, match="another program has dropped branch waltz_"):
             first.apply(None, marks_up_to(3))
     assert decode_marks(first.marks(NAME).metadata) == marks_up_to(4)
     assert first.apply(changes(iceberg_session, 5), marks_up_to(5))

@@ -205,7 +205,9 @@ class MergedIcebergTable:
         if head is not None and head.snapshot == begin:
             return False
         if head is None or head.parent != begin:
-            raise Superseded(f"table {self._name}: another program has dropped {self._branch}")
+            raise Superseded(
+                f"table {self._name}: another program has dropped branch {self._branch}"
+            )
         catalog, *name_parts = split_table_name(self._name)
         table = (
             ".".join(map(quote_identifier, name_parts)).replace("\\", "\\\\").replace("'", "\\'")

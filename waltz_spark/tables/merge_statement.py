@@ -143,7 +143,7 @@ def check_table_columns(
         if kind != types[part.name]:
             raise BadConfig(
                 f"table {table}: column {part.name!r} has type {kind} in the table, but is "
-                f"declared as {types[part.name]}. Hint: declare the type of the table. Before you "
+                f"declared as {types[part.name]}. Hint: declare it as {kind}. Before you "
                 "declare new fields of a struct, add them to the table: ALTER TABLE ... ADD COLUMN."
             )
 

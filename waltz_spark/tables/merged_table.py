@@ -93,7 +93,7 @@ class MergedDeltaTable:
         if not self._is_path and not split_table_name(name):
             raise BadConfig(
                 f"expected the path, the URL or the name of a table, found {name!r}. Hint: a part "
-                "with characters other than letters, digits and _ needs backticks: "
+                "of a name with characters other than letters, digits and _ needs backticks: "
                 "shop.`accounts-2`."
             )
         self._sql = f"delta.{quote_identifier(name)}" if self._is_path else name

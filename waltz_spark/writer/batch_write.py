@@ -250,7 +250,7 @@ def _check_no_extra_tasks(job: WriteJob, write: str, task_count: int) -> None:
                 f"write {write!r}: an earlier run had more tasks than this run, which has "
                 f"{task_count}. Task {task} of the earlier run has appended rows that this "
                 "run does not have. The rows that this run has appended stay in the log. "
-                "Hint: run it again with the same rows in the same tasks as before. Use "
+                "Hint: run the write again with the same rows in the same tasks as before. Use "
                 "another writeId for other rows."
             ) from None
 

@@ -163,7 +163,7 @@ class EarlierRows:
                 f"an earlier attempt of this task has appended {self._record_count} rows, but "
                 f"{self.count} of them are not among the {rows} rows that the task has "
                 f"now (the first is transaction {transaction_id} of partition {partition}). "
-                "This attempt has appended nothing. Hint: run it again with the same rows: "
+                "This attempt has appended nothing. Hint: run the write again with the same rows: "
                 "sort the input, write from a checkpointed DataFrame, or split it into the "
                 f"same tasks as before{self._keys.hint}. Use another writeId for other rows."
             )
@@ -374,5 +374,5 @@ def _split_differently_error(partition: int) -> BadRequest:
     return BadRequest(
         f"partition {partition}: in an earlier run of this write, another task has appended "
         "a row of this task. Hint: if the input is split into other tasks than before, run "
-        "it with the same tasks. If rows are equal, make each one unique in 'data'."
+        "the write again with the same tasks. If rows are equal, make each one unique in 'data'."
     )
