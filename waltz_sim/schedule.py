@@ -260,7 +260,7 @@ def _draw_few_times(rng: "Random", duration_us: int) -> Iterator[int]:
 
 
 def _draw_times(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
-    """Return a function that draws times, beginning near 0: most worlds are repaired early."""
+    """Return a function that draws times. They begin near 0: most worlds are repaired early."""
 
     def times(rng: "Random", duration_us: int) -> Iterator[int]:
         gap_us = rng.choice(gaps_ms) * 1_000

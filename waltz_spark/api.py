@@ -112,7 +112,7 @@ def append(
 
     The function writes like `df.write.format("waltz")`, but `onLockFailure` is `reject` by default.
     Without `resultsPath`, the results go to a temporary directory, which exists until this Python
-    process exits. This works only if Spark runs on this machine only. With `writeId`, rows that an
+    process exits. This works only if all of Spark is on this machine. With `writeId`, rows that an
     earlier run has written are not written again (`already_committed`).
 
     Args:

@@ -155,7 +155,7 @@ class LocalCluster:
         storage_count: storages; every partition has a replica on each.
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
-        try_default_ports: use the default ports, except those in use; else choose random ports.
+        try_default_ports: use default ports where they are free [default: only random ports].
         port_base: the first of the consecutive ports of all processes; 0: no consecutive ports.
         exit_with_parent: stop the processes when this process ends, even if it is killed.
         host: the address of this machine at which all processes listen, and under which other

@@ -22,7 +22,7 @@ Rules:
        read once when the context is created, so that a missing file or variable is reported
        immediately.
     8. A port that identifies its peers verifies the certificate of each peer that presents one. If
-       no authorities are set explicitly, it requests no certificate, because the system's
+       no authorities are set explicitly, the port requests no certificate, because the system's
        authorities sign certificates for any host.
     9. When a daemon reads its files, it checks its own certificate as its peers would. It checks
        the advertised host and the dates. It logs a mismatch as an error.

@@ -177,7 +177,7 @@ def _possible_successors(cluster: SimCluster) -> list[str]:
 def _cut_replicas_off(
     cluster: SimCluster, owner: "SimServer", rng: "Random"
 ) -> list[tuple[str, str]]:
-    """Let the owner reach a minority of replicas, and other servers the rest; or do nothing."""
+    """Let the owner reach only a minority of replicas, and others only the rest; or do nothing."""
     network, replicas = cluster.network, list(cluster.replicas)
     rng.shuffle(replicas)
     if rng.random() < 0.15:
@@ -315,7 +315,7 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
-    """Accept a replica's log by a command. It may die after each step, and is then run again.
+    """Accept a replica's log by a command, which may die after each step, and is then run again.
 
     Often the replica has lost its last records, and is suspect. Another replica lacks these
     records, and the replicas that have the records are down. Then a partial run of the command must

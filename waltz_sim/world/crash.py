@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk.file_system import Buffer, File
 
 FileId = int
-UNITS_MAX: Final = 24  # at one point, at most so many units are kept or lost alone
+UNITS_MAX: Final = 24  # the maximum number of units that are kept or lost alone at one point
 
 
 class CreateFile(NamedTuple):
@@ -592,7 +592,7 @@ def without_change(changes: Sequence[DiskChange], position: int) -> list[DiskCha
 
 
 def with_delayed_sync(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | None:
-    """Return the changes if a program delays a sync until after the next; None for the last."""
+    """Return the changes with a sync delayed until after the next sync; None for the last sync."""
     after = next((sync for sync in sync_positions(changes) if sync > position), None)
     if after is None:
         return None

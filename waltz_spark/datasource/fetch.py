@@ -75,8 +75,8 @@ class BatchConverter:
         }:
             self._encryption = decryption_of(options)
             columns += [name for name in _DECRYPTION_COLUMNS if name not in columns]
-        # `count()` needs no columns, but batches must have the right number of rows. So the narrowest
-        # column is read.
+        # `count()` needs no columns, but batches must have the right number of rows. So read the
+        # narrowest column.
         self.columns = columns or ["partition"]
 
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
