@@ -95,7 +95,7 @@ def test_the_balances_are_correct_after_each_process_has_been_killed(
     for teller in tellers:
         teller.end()
     journaled = [line for teller in tellers for line in bank_teller.read_journal(teller.journal)]
-    assert any("repeated" in line for line in journaled), "no teller was killed in the middle"
+    assert any("repeated" in line for line in journaled), "no teller was killed during a command"
     engine = create_engine(database)
     bank = bank_desk.Bank(scenario.cluster.connect, engine)
     bank.settle_all()

@@ -218,7 +218,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     document = json.loads(output_of(cluster, "bench", "test-producers", *load, *at).out)
     assert document["rows"] > 0
     assert document["lost"] == document["duplicated"] == 0
-    assert document["extra"]["rejected"] > 0, "eight writers never met on two locks"
+    assert document["extra"]["rejected"] > 0, "eight writers had no conflict on two locks"
     document = json.loads(output_of(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
     assert document["rows"] >= 100
     assert document["lost"] == document["duplicated"] == 0

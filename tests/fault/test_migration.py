@@ -221,7 +221,7 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
     cluster.up()
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         log_of_0_13 = log_of(client)
-        assert len(log_of_0_13) >= 1_480, "a quorum of 0.13's storages had these"
+        assert len(log_of_0_13) >= 1_480, "a quorum of the 0.13 storages had these transactions"
         assert log_of_0_13 == log[: len(log_of_0_13)]
         append(client, 30)
         append(client, 5, partition=1)

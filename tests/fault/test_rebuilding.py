@@ -185,9 +185,7 @@ def test_accept_replicas_opens_partitions_whose_replicas_are_all_suspect(scenari
     wait_until("no partition is open", lambda: has_no_open_partition(scenario))
     shown = run_successful(cluster, "accept-replicas", "0")
     assert all(replica["is_suspect"] for replica in shown["replicas"].values())
-    assert has_no_open_partition(scenario), (
-        "the command has changed a partition although it only shows them"
-    )
+    assert has_no_open_partition(scenario), "without --yes, the command has changed a partition"
     # If the command is killed after its write to ZooKeeper and before the replica is changed, no
     # partition opens, and the command can be repeated.
     words = ("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect)

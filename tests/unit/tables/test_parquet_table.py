@@ -197,7 +197,7 @@ def test_a_follower_that_is_killed_at_any_change_of_the_store_continues(
             assert sorted(read["_transaction_id"].to_pylist()) == [row[0] for row in found]
         follow(table, LOG)
         assert content(table) == replayed(LOG)
-    assert fatal > 10, "the run had more calls"
+    assert fatal > 10, "the run had too few calls"
 
 
 def test_files_of_a_batch_that_is_not_complete_are_removed(uri: str):
@@ -253,7 +253,7 @@ def test_a_second_follower_may_start_before_any_call_of_the_store(
         assert not (tmp_path / uri / "_removed").exists()
         if left >= 0:
             break
-    assert next(turns) > 30, "the run had more calls"
+    assert next(turns) > 30, "the run had too few calls"
 
 
 def before_each_call(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], None]) -> None:
