@@ -583,7 +583,7 @@ class OriginalDirectory:
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         return (self.stale_owners or self.owners)[partition_id]
 
-    async def owner_now(self, partition_id: PartitionId) -> Owner:
+    async def read_current_owner(self, partition_id: PartitionId) -> Owner:
         return self.owners[partition_id]
 
     def mark_suspect(self) -> None:

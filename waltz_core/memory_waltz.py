@@ -29,7 +29,7 @@ from typing import Any, Final, Self
 
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
-from waltz_core.client.api.opening import Opening
+from waltz_core.client.api.opening import UnopenedClient
 from waltz_core.client.api.sync_client import WaltzClient
 from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
 from waltz_core.client.links.identities import ClientIdentitiesInMemory
@@ -141,11 +141,11 @@ class MemoryWaltz:
 
     def async_client(
         self, config: ClientConfig | None = None, *, client_id: int | None = None
-    ) -> Opening[AsyncWaltzClient]:
+    ) -> UnopenedClient[AsyncWaltzClient]:
         """Open a client for asyncio; await it, or use it with `async with`."""
         # The client sends one request for each append, so that faults can count appends.
         settings = replace(config or IN_MEMORY_CONFIG, batch_rows_max=1)
-        return Opening(_MemoryClient(self._server, self._gate, settings, client_id))
+        return UnopenedClient(_MemoryClient(self._server, self._gate, settings, client_id))
 
     @property
     def partition_count(self) -> int:
@@ -282,7 +282,7 @@ class _MemoryDirectory:
         """Return the server of this process, which owns all partitions."""
         return self.owners[partition_id]
 
-    async def owner_now(self, partition_id: PartitionId) -> Owner:
+    async def read_current_owner(self, partition_id: PartitionId) -> Owner:
         """Return the server of this process, which owns all partitions."""
         return self.owners[partition_id]
 

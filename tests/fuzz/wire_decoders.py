@@ -11,7 +11,7 @@ import pyarrow as pa
 from tests.fuzz.decoder import Decoder
 from tests.golden.wire_examples import make_example, message_classes
 from waltz_core.client.model.predecessors import _predecessors_in
-from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_of_server
+from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_from_server
 from waltz_core.client.read.reported_rejections import decode_rejections
 from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.client.stream.outcome_tracker import _decode_outcome
@@ -246,7 +246,7 @@ def read_server_range(data: bytes) -> None:
     form = RangeForm.HEADERS if message.form == RangeForm.HEADERS else RangeForm.WHOLE
     for header_values in ((), (1,)):
         query = RangeQuery(message.first, QUERY_LAST, form, header_values)
-        to_arrow(chunk_of_server(0, query, message))
+        to_arrow(chunk_from_server(0, query, message))
 
 
 def to_arrow(chunk) -> None:

@@ -465,10 +465,10 @@ def object_expires_too_early() -> Patches:
 def expired_rows_are_lost() -> Patches:
     """If rows have expired, so that a client cannot read them back, it reports them as lost."""
 
-    def in_doubt_below(self, first_available):
+    def submissions_in_doubt_below(self, first_available):
         return []
 
-    yield replaced(OutcomeTracker, "in_doubt_below", in_doubt_below)
+    yield replaced(OutcomeTracker, "submissions_in_doubt_below", submissions_in_doubt_below)
 
 
 @switch

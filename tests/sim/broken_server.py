@@ -182,7 +182,7 @@ def loss_answered_before_settled() -> Patches:
         pipeline._in_flight.draft = None
         for sent in pipeline._in_flight.pop_lost_batches()[0]:
             for pending in sent.appends:
-                if pending.settle(pipeline.high_water_mark):
+                if pending.mark_if_lost(pipeline.high_water_mark):
                     pipeline._mounts.require_remount(pending.req_id.client_id)
                 pipeline._finish_part(pending, outcomes)
             outcomes.extend(BarrierReached(token) for token in sent.waiting)

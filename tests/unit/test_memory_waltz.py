@@ -270,7 +270,7 @@ def test_a_failed_append_is_not_in_the_log(waltz_memory, error):
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
 def test_clients_retry_for_as_long_as_a_request_may_take(waltz_memory, monkeypatch, error):
-    monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 0.005)
+    monkeypatch.setattr(appends, "RESEND_WHEN_FULL_DELAY_S", 0.005)
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, error("as planned"))
         assert client.append(b"repaired", partition=0).result() == 0
@@ -424,7 +424,7 @@ def test_closing_memory_waltz_closes_its_clients_and_ends_its_thread():
 
 
 def test_pending_retries_end_with_the_client(monkeypatch):
-    monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 600)
+    monkeypatch.setattr(appends, "RESEND_WHEN_FULL_DELAY_S", 600)
     with MemoryWaltz(1) as waltz:
         waltz.fail_next_append(2, errors.NoSpace("the disk is full"))
         with waltz.client(SHORT) as client:

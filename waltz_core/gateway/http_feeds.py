@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from waltz_core import errors
 from waltz_core.client import AsyncTransaction, AsyncWaltzClient, PoisonPolicy, RangeForm
-from waltz_core.client.model.callbacks import policy_of
+from waltz_core.client.model.callbacks import default_policy
 from waltz_core.client.read.data_cache import DataBudget
 from waltz_core.client.read.feed_delivery import DeliveryProgress, DeliveryRun
 from waltz_core.client.read.ranges import RangeQuery
@@ -165,7 +165,7 @@ class HttpFeed:
         error: Exception,
     ) -> PoisonPolicy:
         """Report an error that ends the feed (rule 4); other errors are retried."""
-        policy = policy_of(error)
+        policy = default_policy(error)
         if policy is PoisonPolicy.STOP:
             waltz_error = (
                 error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))

@@ -94,9 +94,9 @@ class DirectoryView:
         """Return the partition's server; raises NotOwned while there is none."""
         return await self._shared.directory.owner(partition_id, after_failure=after_failure)
 
-    async def owner_now(self, partition_id: PartitionId) -> Owner:
+    async def read_current_owner(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
-        return await self._shared.directory.owner_now(partition_id)
+        return await self._shared.directory.read_current_owner(partition_id)
 
     def mark_suspect(self) -> None:
         """Do nothing: the shared directory's watch reports every change of owner."""

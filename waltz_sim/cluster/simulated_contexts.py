@@ -424,7 +424,7 @@ class _Directory:
             raise errors.NotOwned(f"partition {partition_id} has no owner")
         return Owner(assignment.owner, assignment.generation)
 
-    async def owner_now(self, partition_id: PartitionId) -> Owner:
+    async def read_current_owner(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, perhaps a former one."""
         return await self.owner(partition_id, after_failure=True)
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from waltz_core.client import ReplicaSet, WaltzClient
-from waltz_core.client.read.start_times import first_since, stamp_ms_of
+from waltz_core.client.read.start_times import last_id_before_time, stamp_ms_of
 from waltz_core.errors import DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
@@ -58,7 +58,7 @@ def starts(
             older_id = last_archived_before(options.archive_url, partition, archived, since_ms)
             if BEFORE_FIRST < older_id < archived.last:
                 return max(older_id, first_ids[partition] - 1)
-        return first_since(
+        return last_id_before_time(
             partial(stamp_ms_of, client, partition), marks[partition], since_ms, older_id
         )
 

@@ -89,7 +89,7 @@ async def test_delayed_appends_fail_when_the_partition_is_abandoned():
 
 @run_on_virtual_loop
 async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkeypatch):
-    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
     author = Author()
     futures = [author.append(), author.append()]
     author.lose(1)
@@ -104,7 +104,7 @@ async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkey
 @pytest.mark.parametrize("token", [1, 2])
 @run_on_virtual_loop
 async def test_delayed_appends_are_resent_in_their_order(monkeypatch, token):
-    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
     author = Author()
     for data in (b"one", b"two"):
         author.append(data)
@@ -153,7 +153,7 @@ PIPELINED_STATE = PipelinedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset
 async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
     """Appends of a context are computed again, as are appends that depend on a lost one."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
-    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
     author = Author()
     future = author.append(**fields)
     author.lose(1, reason)
@@ -189,7 +189,7 @@ async def test_the_error_of_an_append_over_a_limit_names_the_pause():
 
 @run_on_virtual_loop
 async def test_a_batch_waits_for_delayed_appends(monkeypatch):
-    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
     author = Author()
     author.append()
     author.lose(1)
@@ -204,7 +204,7 @@ async def test_a_batch_waits_for_delayed_appends(monkeypatch):
 async def test_a_waiting_batch_fails_if_its_partition_is_abandoned_or_its_order_has_lost_rows(
     monkeypatch,
 ):
-    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
     author.append()
     author.lose(1)
@@ -220,7 +220,7 @@ async def test_a_waiting_batch_fails_if_its_partition_is_abandoned_or_its_order_
 
 @run_on_virtual_loop
 async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost(monkeypatch):
-    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
     first = author.append_batch(order)
     author.append()

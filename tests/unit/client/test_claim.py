@@ -39,7 +39,7 @@ def run(scenario, monkeypatch):
                 await claim.open(user)
                 return claim
 
-            monkeypatch.setattr(exactly_once, "_registry", registry)
+            monkeypatch.setattr(exactly_once, "_open_registry", registry)
             try:
                 await scenario(coordinator, enter_task)
             finally:

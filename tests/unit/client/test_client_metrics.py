@@ -21,7 +21,7 @@ from waltz_core.client import (
     lock,
 )
 from waltz_core.client.api import client_metrics
-from waltz_core.client.stream.append_counts import BUCKETS_S, AppendCounts
+from waltz_core.client.stream.append_counts import LATENCY_BUCKETS_S, AppendCounts
 from waltz_core.memory_waltz import MemoryWaltz
 from waltz_core.metrics import SECONDS_BUCKETS
 
@@ -80,19 +80,19 @@ class SlowView(Callbacks):
 
 
 def test_client_histograms_have_the_buckets_of_the_daemons() -> None:
-    assert BUCKETS_S == SECONDS_BUCKETS
+    assert LATENCY_BUCKETS_S == SECONDS_BUCKETS
 
 
 def test_outcomes_are_counted_by_reason() -> None:
     counts = AppendCounts()
-    counts.count(bytes([0, 1, 1, 8, 0]), 0.003)
-    counts.count(b"", 0.003)
-    counts.fail(errors.OutcomeUnknown("?"), 2)
-    counts.fail(errors.TooLarge("?"), 1)
-    counts.fail(errors.Unreachable("?"), 3)
+    counts.count_outcomes(bytes([0, 1, 1, 8, 0]), 0.003)
+    counts.count_outcomes(b"", 0.003)
+    counts.count_error(errors.OutcomeUnknown("?"), 2)
+    counts.count_error(errors.TooLarge("?"), 1)
+    counts.count_error(errors.Unreachable("?"), 3)
     assert counts.committed == 2
-    assert counts.bucket_counts[BUCKETS_S.index(0.005)] == sum(counts.bucket_counts) == 2
-    assert counts.seconds == pytest.approx(0.006)
+    assert counts.bucket_counts[LATENCY_BUCKETS_S.index(0.005)] == sum(counts.bucket_counts) == 2
+    assert counts.latency_s_sum == pytest.approx(0.006)
     assert counts.rejected == {
         "lock": 2, "overloaded": 1, "unknown": 2, "too_large": 1, "failed": 3
     }  # fmt: skip

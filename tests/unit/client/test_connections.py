@@ -198,7 +198,7 @@ async def test_a_connection_dialed_during_a_close_is_not_kept(dials):
 @run_on_loop
 async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
     # The test calls the check itself.
-    monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 600)
+    monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENCE_CHECK_S", 600)
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     silence_reports = []
     async with client_and_server(lambda: silence_reports.append(1)) as (links, address, received):
@@ -244,7 +244,7 @@ def pass_check_interval(link):
 async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed(
     monkeypatch, caplog, is_logged
 ):
-    monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 0.01)
+    monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENCE_CHECK_S", 0.01)
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     options = {} if is_logged else {"mark_suspect": None}
     links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **options)

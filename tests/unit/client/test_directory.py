@@ -163,8 +163,8 @@ def test_owner_now_reads_the_latest_view_and_rejects_an_unsettled_view():
 
     async def scenario():
         with pytest.raises(errors.NotOwned, match="has no owner yet: ZooKeeper"):
-            await directory.owner_now(0)
-        return await directory.owner_now(0)
+            await directory.read_current_owner(0)
+        return await directory.read_current_owner(0)
 
     assert run_in_virtual_time(scenario()) == Owner("b:1", 3)
     assert not directory.owners  # an answer that changes no owner
@@ -520,7 +520,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
     zookeeper.read_servers = zookeeper.read_latest_servers = raise_bad_format
     for look_up in (
         lambda: directory.owner(0, after_failure=True),
-        lambda: directory.owner_now(0),
+        lambda: directory.read_current_owner(0),
     ):
         with pytest.raises(
             errors.CoordinatorUnavailable, match=r"a znode of the cluster is damaged: .*s_0: rotten"

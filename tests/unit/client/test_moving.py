@@ -299,7 +299,7 @@ async def client_with_layout(
 @pytest.mark.parametrize("name", ["fetch data", "query mark", "append"])
 @run_on_virtual_loop
 @mock.patch.object(net, "HELLO_S_MAX", 60.0)
-@mock.patch.object(silent_servers, "SILENT_S", 0.05)
+@mock.patch.object(silent_servers, "SILENCE_CHECK_S", 0.05)
 async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
     name: str, is_placed: bool
 ) -> None:

@@ -115,7 +115,7 @@ def test_a_proven_mark_does_not_settle_later_appends():
     tracker.note_mount_mark(TransactionId(12))
     later_submission = register_submission(tracker, 2, 2, mark=12)
     assert tracker.unresolved_range() == (10, 12)
-    outcomes = tracker.settle(TransactionId(12))
+    outcomes = tracker.take_final_outcomes(TransactionId(12))
     assert [pending.submission.token for pending, _ in outcomes] == [1]
     assert list(tracker) == [later_submission]
     assert tracker.unresolved_range() is None
@@ -145,7 +145,7 @@ def test_every_row_of_every_submission_is_found_at_its_id(sizes, order):
         part = log[next_id : next_id + count]
         assert tracker.match_headers(TransactionId(next_id), len(part), headers(next_id, *part))
         next_id += len(part)
-    outcomes = tracker.settle(TransactionId(len(log) - 1))
+    outcomes = tracker.take_final_outcomes(TransactionId(len(log) - 1))
     assert [pending.submission.token for pending, _ in outcomes] == list(range(len(sizes)))
     ids = np.concatenate([outcome.transaction_ids for _, outcome in outcomes]).tolist()
     assert ids == [log.index(row) if row in log else -1 for row in rows]

@@ -16,7 +16,7 @@ from waltz_core.client.read.ranges import (
     ReaderConnection,
     ReplicaReader,
     ReplicaSet,
-    chunk_of_server,
+    chunk_from_server,
     read_chunks,
 )
 from waltz_core.records.batches import decode_append, encode_append, encode_records
@@ -59,7 +59,7 @@ def corrupt_records(position: int) -> bytes:
 
 
 def test_a_valid_answer_is_returned():
-    chunk = chunk_of_server(PARTITION, QUERY, answer())
+    chunk = chunk_from_server(PARTITION, QUERY, answer())
     assert (chunk.first, chunk.count, chunk.next) == (10, 5, 15)
     assert chunk.stamps == [(8, 14, 77)]
     assert chunk.lengths.tolist() == [41] * 5
@@ -81,7 +81,7 @@ def test_a_valid_answer_is_returned():
 )
 def test_every_malformed_answer_raises(changes, error):
     with pytest.raises(error):
-        chunk_of_server(PARTITION, QUERY, answer(**changes))
+        chunk_from_server(PARTITION, QUERY, answer(**changes))
 
 
 class Storage:
@@ -177,7 +177,7 @@ def test_records_beyond_the_requested_range_of_a_server_are_not_trusted():
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
     found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
     with pytest.raises(errors.RemoteProtocolError, match="transaction after 13"):
-        chunk_of_server(PARTITION, query, found)
+        chunk_from_server(PARTITION, query, found)
 
 
 def heads(*ids: int) -> bytes:
@@ -187,24 +187,24 @@ def heads(*ids: int) -> bytes:
 def test_invalid_headers_are_rejected():
     query = replace(QUERY, form=RangeForm.HEADERS)
     good = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(10, 11, 12, 13, 14))
-    assert chunk_of_server(PARTITION, query, good).count == 5
+    assert chunk_from_server(PARTITION, query, good).count == 5
     with pytest.raises(errors.DataLoss, match=r"10\.\.14"):
-        chunk_of_server(PARTITION, query, replace(good, records=heads(10, 11, 13, 12, 14)))
+        chunk_from_server(PARTITION, query, replace(good, records=heads(10, 11, 13, 12, 14)))
     with pytest.raises(errors.BadFormat, match="28 bytes"):
-        chunk_of_server(PARTITION, query, replace(good, records=good.records[:-1]))
+        chunk_from_server(PARTITION, query, replace(good, records=good.records[:-1]))
 
 
 def test_a_filtered_range_may_have_gaps_but_must_be_in_order():
     query = replace(QUERY, form=RangeForm.HEADERS, header_values=(1,))
     good = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 13), count=2)
-    assert chunk_of_server(PARTITION, query, good).next == 15
+    assert chunk_from_server(PARTITION, query, good).next == 15
     for ids in ((13, 11), (11, 11), (9, 11), (11, 15)):
         with pytest.raises(errors.DataLoss, match="are not ascending"):
-            chunk_of_server(PARTITION, query, replace(good, records=heads(*ids)))
+            chunk_from_server(PARTITION, query, replace(good, records=heads(*ids)))
 
 
 def test_a_chunk_is_split_into_transactions():
-    chunk = chunk_of_server(PARTITION, QUERY, answer())
+    chunk = chunk_from_server(PARTITION, QUERY, answer())
     expected = [(TransactionId(10 + i), 0, b"%d" % i) for i in range(5)]
     assert list(chunk.rows()) == expected
     near = replace(chunk, records=memoryview(chunk.records))
@@ -222,7 +222,7 @@ def test_chunks_are_consecutive_up_to_the_last():
     async def fetch(query: RangeQuery) -> RangeChunk:
         requests.append((query.first, query.last))
         last = min(query.first + 1, 14)
-        whole = chunk_of_server(PARTITION, QUERY, answer())
+        whole = chunk_from_server(PARTITION, QUERY, answer())
         return replace(whole, first=query.first, next=TransactionId(last + 1))
 
     async def read() -> list[RangeChunk]:
@@ -234,7 +234,7 @@ def test_chunks_are_consecutive_up_to_the_last():
 
 def test_a_log_that_ends_before_the_range_is_reported_as_data_loss():
     async def fetch(query: RangeQuery) -> RangeChunk:
-        return replace(chunk_of_server(PARTITION, QUERY, answer()), next=query.first)
+        return replace(chunk_from_server(PARTITION, QUERY, answer()), next=query.first)
 
     async def read() -> None:
         async for _ in read_chunks(PARTITION, QUERY, fetch):
@@ -265,7 +265,7 @@ def requested_addresses(
             self.address = address
 
         async def fetch(self, *_: object, **__: object) -> RangeChunk:
-            return chunk_of_server(PARTITION, QUERY, answer())
+            return chunk_from_server(PARTITION, QUERY, answer())
 
         def close(self) -> None:
             """Nothing is held."""
@@ -279,7 +279,7 @@ def requested_addresses(
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
-        return chunk_of_server(PARTITION, query, answer())
+        return chunk_from_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, order, replicas_in_group)
@@ -351,7 +351,7 @@ def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
         raise AssertionError
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
-        return chunk_of_server(PARTITION, query, answer())
+        return chunk_from_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
@@ -389,7 +389,7 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
             return Link(address)
 
         async def read_from_server(query: RangeQuery) -> RangeChunk:
-            return chunk_of_server(PARTITION, query, answer())
+            return chunk_from_server(PARTITION, query, answer())
 
         monkeypatch.setattr(ReaderConnection, "open", open_link)
         replicas = ReplicaSet(bytes(16), 4, 1, 20, ("s1:1",))
@@ -423,7 +423,7 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
-        return chunk_of_server(PARTITION, query, answer())
+        return chunk_from_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
@@ -450,7 +450,7 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
             requests.append(self._address)
             if requests.count(self._address) < 3:
                 raise errors.Overloaded("over a limit", retry_after_ms)
-            return chunk_of_server(PARTITION, QUERY, answer())
+            return chunk_from_server(PARTITION, QUERY, answer())
 
         def close(self) -> None:
             """Nothing is held."""
@@ -460,7 +460,7 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
-        return chunk_of_server(PARTITION, query, answer())
+        return chunk_from_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)

@@ -203,8 +203,8 @@ def test_rows_in_doubt_above_the_start_of_the_log_are_read_back():
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     tracker = scenario.stream._tracker
-    assert not tracker.in_doubt_below(10), "the first row in doubt may have ID 10"
-    assert [each.req_id for each in tracker.in_doubt_below(11)] == [req(1)]
+    assert not tracker.submissions_in_doubt_below(10), "the first row in doubt may have ID 10"
+    assert [each.req_id for each in tracker.submissions_in_doubt_below(11)] == [req(1)]
 
 
 def test_a_chain_below_the_start_of_the_log_is_not_compared():

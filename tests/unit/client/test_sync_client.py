@@ -283,7 +283,7 @@ def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
     def join_and_use(*_):
         join()
         with pytest.raises(errors.UsageError, match="the client is closed"):
-            client._wait(client._client.high_water_mark(0))
+            client._wait_for_result(client._client.high_water_mark(0))
         finished.append(True)
 
     monkeypatch.setattr(client._thread, "join", join_and_use)
@@ -320,14 +320,14 @@ def test_a_signal_handler_may_close_the_client_during_a_call(monkeypatch, is_clo
 
 def test_a_signal_handler_may_close_the_client_during_its_close(monkeypatch):
     client = WaltzClient.at(LAYOUT)
-    wait = client._wait
+    wait = client._wait_for_result
 
     def wait_and_be_interrupted(call):
         monkeypatch.undo()
         client.close()
         return wait(call)
 
-    monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
+    monkeypatch.setattr(client, "_wait_for_result", wait_and_be_interrupted)
     closer = threading.Thread(target=client.close, daemon=True)
     closer.start()
     closer.join(TEST_TIMEOUT_S)
@@ -368,7 +368,7 @@ class ChangingState:
         return SimpleNamespace(has_pending=False)
 
     @property
-    def is_applied(self):
+    def is_delivering(self):
         self._change()
         return True
 
@@ -404,7 +404,7 @@ def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
             outcome.cancel()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
+        monkeypatch.setattr(client, "_wait_for_result", wait_and_be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.close()
         for future in futures:

@@ -12,7 +12,7 @@ import pytest
 from tests.loops import poll_until
 from tests.unit.gateway.gateway_world import PARTITION_COUNT, in_gateway_world
 from waltz_core.client import lock, partition_of
-from waltz_core.client.api.opening import Opening
+from waltz_core.client.api.opening import UnopenedClient
 from waltz_core.errors import OutcomeUnknown
 from waltz_core.gateway import http_feeds, http_routes, openapi
 from waltz_core.server.process.server_in_memory import InjectedFailures
@@ -430,7 +430,7 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
 
     async def scenario(_world, gateway, client):
         await client.append(*(row("x" * 10_000) for _ in range(60)))
-        async with Opening(gateway.callers.new_client(None)) as own:
+        async with UnopenedClient(gateway.callers.new_client(None)) as own:
             reader = http_feeds.HttpFeed(own, 1, -1)
             events = reader.events((), http_feeds.as_json_line)
             assert await anext(events) == b'{"mark":-1}\n'

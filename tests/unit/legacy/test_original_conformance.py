@@ -6,7 +6,7 @@ from tests import client_contract
 from tests.client_contract import SCENARIOS, ScenarioSetup, is_log_complete
 from tests.original_server_for_clients import OriginalCluster
 from waltz_core.client import AsyncWaltzClient, WaltzClient
-from waltz_core.client.api.opening import Opening
+from waltz_core.client.api.opening import UnopenedClient
 from waltz_core.config import ClientConfig
 
 IN_MEMORY_CONFIG = ClientConfig(
@@ -23,8 +23,10 @@ UNSUPPORTED_SCENARIOS = (
 
 
 def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG) -> WaltzClient:
-    def opening() -> Opening[AsyncWaltzClient]:
-        return Opening(AsyncWaltzClient(cluster.directory(), "original", config, client_id=None))
+    def opening() -> UnopenedClient[AsyncWaltzClient]:
+        return UnopenedClient(
+            AsyncWaltzClient(cluster.directory(), "original", config, client_id=None)
+        )
 
     return WaltzClient.wrap(opening)
 

@@ -12,7 +12,7 @@ from tests.loops import poll_until, run_on_loop
 from tests.original_server_for_clients import OriginalCluster, Peer
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, lock
-from waltz_core.client.api.opening import Opening
+from waltz_core.client.api.opening import UnopenedClient
 from waltz_core.client.read import requests
 from waltz_core.client.stream import client_partition
 from waltz_core.client.stream.stream_events import StreamSettings
@@ -43,7 +43,7 @@ def cluster():
 
 def client_of(cluster):
     directory = cluster.directory()
-    return Opening(AsyncWaltzClient(directory, "original", IN_MEMORY_CONFIG, client_id=None))
+    return UnopenedClient(AsyncWaltzClient(directory, "original", IN_MEMORY_CONFIG, client_id=None))
 
 
 def payloads_in_log(cluster):

@@ -9,7 +9,7 @@ from tests.loops import run_on_loop
 from tests.original_server_for_clients import OriginalCluster
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, RangeForm
-from waltz_core.client.api.opening import Opening
+from waltz_core.client.api.opening import UnopenedClient
 from waltz_core.config import ClientConfig
 from waltz_core.legacy import legacy_server_reads
 from waltz_core.records.raw_records import HEADER_DTYPE
@@ -30,7 +30,7 @@ def client_of(cluster, timeout_ms=60_000):
     config = ClientConfig(
         request_timeout_ms=timeout_ms, retry_interval_ms_min=5, retry_interval_ms_max=50
     )
-    return Opening(AsyncWaltzClient(cluster.directory(), "x", config, client_id=None))
+    return UnopenedClient(AsyncWaltzClient(cluster.directory(), "x", config, client_id=None))
 
 
 @pytest.fixture(autouse=True)

@@ -45,13 +45,13 @@ def test_rows_that_are_not_validated_yet_are_not_lost() -> None:
     rows = pending_batch([b"a", b"b", b"c"])
     rows.ids[:2] = 6, 7
     rows.on_rows_validated(2)
-    assert rows.settle(TransactionId(6), RowOutcomeCode.NO_SPACE)
+    assert rows.mark_if_lost(TransactionId(6), RowOutcomeCode.NO_SPACE)
     assert rows.reasons.tolist() == [
         RowOutcomeCode.COMMITTED,
         RowOutcomeCode.NO_SPACE,
         RowOutcomeCode.COMMITTED,
     ]
-    assert not rows.settle(TransactionId(6))
+    assert not rows.mark_if_lost(TransactionId(6))
     rows.reject(RowOutcomeCode.NOT_MOUNTED)
     assert outcomes(rows) == [
         (6, RowOutcomeCode.COMMITTED),

@@ -34,7 +34,7 @@ from waltz_core.client import (
     TransactionContext,
     lock,
 )
-from waltz_core.client.model.callbacks import policy_of
+from waltz_core.client.model.callbacks import default_policy
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 LOCK_NAME = "client validate"
@@ -213,7 +213,7 @@ class CheckCallbacks(AsyncCallbacks):
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
         """Record an error that ends the feed; if a server is unavailable, the client retries."""
-        policy = policy_of(error)
+        policy = default_policy(error)
         if policy is PoisonPolicy.STOP:
             self.errors.append(f"partition {partition}, transaction {transaction_id}: {error}")
             self.is_stopped = True

@@ -23,7 +23,7 @@ from waltz_core.client import (
     WaltzClient,
     lock,
 )
-from waltz_core.client.model.callbacks import policy_of
+from waltz_core.client.model.callbacks import default_policy
 from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.errors import BadConfig, BeforeLogStart, WaltzError
 from waltz_core.records.record import TransactionId
@@ -258,7 +258,7 @@ class _PrintCallbacks(AsyncCallbacks):
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
         """Record the error that ends the feed."""
-        policy = policy_of(error)
+        policy = default_policy(error)
         if policy is PoisonPolicy.STOP:
             self.error = error
             self.finished.set()

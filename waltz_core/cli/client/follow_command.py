@@ -21,7 +21,7 @@ from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import WaltzClient
 from waltz_core.client.api.scanning import ArrowSchema
-from waltz_core.client.read.start_times import first_since, stamp_ms_of
+from waltz_core.client.read.start_times import last_id_before_time, stamp_ms_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import ChangeDecoder, ClientFollowedLog, LogStateReader
@@ -311,7 +311,7 @@ def _marks_before_time(
     start_marks = {}
     for partition, mark in log.marks.items():
         first = log.first_available_ids[partition]
-        last_older_id = first_since(
+        last_older_id = last_id_before_time(
             partial(stamp_ms_of, client, partition), mark, since_ms, first - 1
         )
         # If no available transaction is older than the time, expired transactions may also be newer

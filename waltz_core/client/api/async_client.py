@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
 from waltz_core.access.client_ids import ClientIdentity
-from waltz_core.client.api.client_metrics import CountedClient
+from waltz_core.client.api.client_metrics import ClientMetrics
 from waltz_core.client.api.contexts import ContextRun, LoopContext, RunnableContext
-from waltz_core.client.api.opening import OpenedByConnect, Opening, settings_of
+from waltz_core.client.api.opening import OpenedByConnect, UnopenedClient, config_or_default
 from waltz_core.client.api.subscriptions import Subscriptions
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import (
@@ -44,11 +44,11 @@ from waltz_core.client.model.transaction import (
     TransactionContext,
     check_data,
     check_header,
+    check_items,
     check_locks,
     check_mark,
     check_partition,
     check_range,
-    items_of,
     partition_of,
 )
 from waltz_core.client.read.catch_up import Recipient
@@ -137,7 +137,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._main_task: asyncio.Task[None] | None = None
         self._close_task: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._counted_client: CountedClient | None = None
+        self._client_metrics: ClientMetrics | None = None
         self._encryption = encryption_of(config)
         self.subscriptions = Subscriptions(
             self._partition, self.spawn, self.requests, config, self._encryption
@@ -153,7 +153,7 @@ class AsyncWaltzClient(OpenedByConnect):
         *,
         client_id: int | None = None,
         partitions: Iterable[int] | None = None,
-    ) -> "Opening[AsyncWaltzClient]":
+    ) -> "UnopenedClient[AsyncWaltzClient]":
         """Open a client: await the result, or use it in `async with`.
 
         `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their client
@@ -166,11 +166,11 @@ class AsyncWaltzClient(OpenedByConnect):
             BadConfig: the connect string is wrong, or there is no cluster at its root.
             CoordinatorUnavailable: no ZooKeeper server answers; the message names the hosts.
         """
-        settings = settings_of(config)
+        settings = config_or_default(config)
         directory = ZooKeeperDirectory.from_config(connect, settings)
         client = cls(directory, connect, settings, client_id=client_id)
         client._set_own_partitions(partitions)
-        return Opening(client)
+        return UnopenedClient(client)
 
     @classmethod
     def at(
@@ -182,7 +182,7 @@ class AsyncWaltzClient(OpenedByConnect):
         connection_sequence: int = 0,
         claim: TaskClaim | None = None,
         partitions: Iterable[int] | None = None,
-    ) -> "Opening[AsyncWaltzClient]":
+    ) -> "UnopenedClient[AsyncWaltzClient]":
         """Open a client with a given layout; the client queries ZooKeeper only if partitions moved.
 
         Mounts use connection sequences above `connection_sequence`. If two writers have the same
@@ -193,19 +193,19 @@ class AsyncWaltzClient(OpenedByConnect):
         claim supplies the client ID and the connection sequence. When the client opens or closes,
         it also opens or closes the claim. It checks the claim before each mount.
         """
-        settings = settings_of(config)
+        settings = config_or_default(config)
         directory = FixedDirectory.from_config(layout, settings)
         client = cls(directory, layout.connect, settings, client_id=client_id)
         client._connection_sequence = connection_sequence
         client.claim = claim
         client._set_own_partitions(partitions)
-        return Opening(client)
+        return UnopenedClient(client)
 
     def _set_own_partitions(self, partitions: Iterable[int] | None) -> None:
         if partitions is not None:
             # `open` checks that these partitions exist.
             self._own_partitions = cast(
-                "tuple[PartitionId, ...]", items_of("partitions", partitions)
+                "tuple[PartitionId, ...]", check_items("partitions", partitions)
             )
 
     async def open(self) -> Self:
@@ -236,7 +236,7 @@ class AsyncWaltzClient(OpenedByConnect):
             await self.close()
             raise
         self.spawn(self._follow_directory(), "directory")
-        self._counted_client = CountedClient(self, self._partitions)
+        self._client_metrics = ClientMetrics(self, self._partitions)
         return self
 
     async def close(self) -> None:
@@ -271,8 +271,8 @@ class AsyncWaltzClient(OpenedByConnect):
         finally:  # NB: also if the loop ends earlier, because a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
-            if self._counted_client is not None:
-                self._counted_client.close()
+            if self._client_metrics is not None:
+                self._client_metrics.close()
             self._closing.set()
             for reader in list(self._range_readers):
                 reader.close()
@@ -313,11 +313,11 @@ class AsyncWaltzClient(OpenedByConnect):
         if self._group is None or self._closing.is_set():
             task.close()
             return
-        running = self._group.create_task(self._run_guarded(task, name), name=name)
+        running = self._group.create_task(self._run_and_log_exception(task, name), name=name)
         self._tasks[running] = None
         running.add_done_callback(lambda finished: self._tasks.pop(finished, None))
 
-    async def _run_guarded(self, task: Coroutine[Any, Any, None], name: str) -> None:
+    async def _run_and_log_exception(self, task: Coroutine[Any, Any, None], name: str) -> None:
         try:
             await task
         except Exception:  # noqa: BLE001 - the exception of a task is logged
@@ -742,7 +742,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._check_usable()
         own_ids = self._own_partitions
         numbers = (own_ids or range(self.partition_count)) if partitions is None else partitions
-        return [self._check_partition(number) for number in items_of("partitions", numbers)]
+        return [self._check_partition(number) for number in check_items("partitions", numbers)]
 
     def _check_own_partitions(self, partitions: Iterable[int]) -> tuple[PartitionId, ...]:
         name, count = self.cluster().name, self.partition_count

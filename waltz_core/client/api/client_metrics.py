@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from waltz_core.exported_metrics import MetricValues
 
 _lock = threading.Lock()
-_open_clients: Final[dict["CountedClient", None]] = {}
+_open_clients: Final[dict["ClientMetrics", None]] = {}
 _closed_counts: Final[dict[tuple[str, int], AppendCounts]] = {}
 
 
@@ -56,7 +56,7 @@ def export_metrics(port: int | None = None, host: str = "127.0.0.1") -> None:
     export(_add_values, port, host)
 
 
-class CountedClient:
+class ClientMetrics:
     """An open client, as its metrics see it."""
 
     def __init__(
@@ -131,7 +131,10 @@ def _add_values(values: "MetricValues") -> None:
             values.add(name, count, reason=reason, **labels)
     for cluster, counts in counts_by_cluster.items():
         values.add_histogram(
-            "waltz_client_append_seconds", counts.bucket_counts, counts.seconds, cluster=cluster
+            "waltz_client_append_seconds",
+            counts.bucket_counts,
+            counts.latency_s_sum,
+            cluster=cluster,
         )
     for (cluster, partition), lag in sorted(lags.items()):
         values.add("waltz_client_feed_lag_transactions", lag, cluster=cluster, partition=partition)

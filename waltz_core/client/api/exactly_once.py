@@ -12,7 +12,7 @@ from waltz_core.client.links.write_requests import WriteRequests
 
 
 @asynccontextmanager
-async def _registry(connect: str) -> AsyncIterator[WriteRequests]:
+async def _open_registry(connect: str) -> AsyncIterator[WriteRequests]:
     async with AsyncWaltzClient.connect(connect) as client:
         writes = WriteRequests(connect, client)
         try:
@@ -34,22 +34,22 @@ async def begin_write(
         PermissionDenied: the write belongs to another principal, or the principal lacks a grant.
         BadRequest: the principal has too many writes.
     """
-    async with _registry(connect) as writes:
+    async with _open_registry(connect) as writes:
         state = await writes.begin(write, marks, keep_ms)
         return None if state.summary is None else dict(state.summary)
 
 
 async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
     """Return the summary of a finished write; None if the write is running or unknown."""
-    async with _registry(connect) as writes:
+    async with _open_registry(connect) as writes:
         state = await writes.read(write)
         return None if state is None or state.summary is None else dict(state.summary)
 
 
 async def tasks_of_write(connect: str, write: str) -> list[int]:
     """Return the numbers of all tasks that any run of a write has begun."""
-    async with _registry(connect) as writes:
-        return list((await writes.tasks(write)).numbers)
+    async with _open_registry(connect) as writes:
+        return list((await writes.tasks(write)).task_numbers)
 
 
 async def end_write(
@@ -62,7 +62,7 @@ async def end_write(
     Raises:
         ConnectionSuperseded: the write was removed from the registry.
     """
-    async with _registry(connect) as writes:
+    async with _open_registry(connect) as writes:
         state = await writes.finish(write, summary, keep_ms)
         assert state.summary is not None
         return dict(state.summary)
@@ -71,7 +71,7 @@ async def end_write(
 async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
     """Remove the writes with these names from the registry; return the names as a list."""
     if names:
-        async with _registry(connect) as writes:
+        async with _open_registry(connect) as writes:
             for name in names:
                 await writes.forget(name)
     return list(names)

@@ -1,8 +1,8 @@
 """A client that is being opened: `await` it, or use it in `async with`.
 
 Users expect that `AsyncWaltzClient.connect` supports both `await` and `async with`. Neither a
-coroutine nor a context manager supports both, but an `Opening` does. Any other use of an `Opening`
-raises an error that explains the two ways.
+coroutine nor a context manager supports both, but an `UnopenedClient` does. Any other use of an
+`UnopenedClient` raises an error that explains the two ways.
 """
 
 from collections.abc import Generator
@@ -35,7 +35,7 @@ class Openable(Protocol):
 ClientT = TypeVar("ClientT", bound=Openable)
 
 
-class Opening(Generic[ClientT]):
+class UnopenedClient(Generic[ClientT]):
     """A client that is not open yet: await it, or enter it with `async with`."""
 
     def __init__(self, client: ClientT) -> None:
@@ -80,7 +80,7 @@ class OpenedByConnect:
         raise errors.UsageError(NOT_PICKLABLE_TEXT)
 
 
-def settings_of(config: ClientConfig | None) -> ClientConfig:
+def config_or_default(config: ClientConfig | None) -> ClientConfig:
     """Return the settings, or the defaults for None; raises UsageError for any other object."""
     settings: object = ClientConfig() if config is None else config
     if not isinstance(settings, ClientConfig):

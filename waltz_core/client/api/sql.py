@@ -41,7 +41,7 @@ from typing import Any, NoReturn, TypeVar
 from waltz_core import errors
 from waltz_core.client.model.callbacks import BatchCallbacks, PoisonPolicy
 from waltz_core.client.model.transaction import Transaction, TransactionBuilder
-from waltz_core.client.read.feed_delivery import BATCH_MAX
+from waltz_core.client.read.feed_delivery import BATCH_TRANSACTIONS_MAX
 from waltz_core.client.stream.backoff import Backoff
 from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES, RestoreSources
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
@@ -58,19 +58,19 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
-INITIAL_BATCH_COUNT = 16
-assert BATCH_MAX % INITIAL_BATCH_COUNT == 0
+INITIAL_BATCH_TRANSACTIONS = 16
+assert BATCH_TRANSACTIONS_MAX % INITIAL_BATCH_TRANSACTIONS == 0
 BATCH_TARGET_S = 0.1
 ATTEMPTS_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
-_CONFLICT_STATES = ("40001", "40P01", "55P03")
+_CONFLICT_SQLSTATES = ("40001", "40P01", "55P03")
 # SQLSTATE of a change in a read-only transaction, for example after the primary has become a
 # standby.
-_READ_ONLY_STATE = "25006"
+_READ_ONLY_SQLSTATE = "25006"
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
 # Parts of a statement in which keywords are ignored: comments and quoted texts.
-_COMMENTS_AND_LITERALS = re.compile(
+_COMMENT_OR_LITERAL_PATTERN = re.compile(
     r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL
 )
 # Statements that end or begin a transaction. ROLLBACK TO and RELEASE of a savepoint are not such
@@ -131,9 +131,9 @@ class SqlCallbacks(BatchCallbacks):
         # By partition: the mark that this instance knows, and the size of the next batch.
         self._applied_marks: dict[int, int] = {}
         self._batch_sizes: dict[int, int] = {}
-        _check_class(type(self))
+        _check_callbacks_class(type(self))
         _check_engine(engine)
-        _check_statements(engine)
+        _register_statement_checks(engine)
         self._create_table()
         # SQLite permits one writer at a time; other writers poll for the lock of the database. So
         # partitions take turns with a lock of this process.
@@ -233,7 +233,7 @@ class SqlCallbacks(BatchCallbacks):
             )
             if count:
                 return count  # another instance has applied them
-            batch = transactions[: self._batch_sizes.get(partition, INITIAL_BATCH_COUNT)]
+            batch = transactions[: self._batch_sizes.get(partition, INITIAL_BATCH_TRANSACTIONS)]
             end = last if len(batch) == len(transactions) else int(batch[-1].transaction_id)
             try:
                 if self._retry_on_conflict(
@@ -263,7 +263,7 @@ class SqlCallbacks(BatchCallbacks):
         if is_outage(error) or is_conflict(error):
             cause = error.orig if isinstance(error, DBAPIError) else error
             _log.warning("sql.database_unavailable partition=%d error=%s", partition, cause)
-            if _sqlstate(error) == _READ_ONLY_STATE:
+            if _sqlstate(error) == _READ_ONLY_SQLSTATE:
                 self._engine.dispose()  # a new connection finds the new primary
             return PoisonPolicy.RETRY
         return super().uncaught_exception(partition, transaction_id, error)
@@ -350,10 +350,10 @@ class SqlCallbacks(BatchCallbacks):
                 mark_row = self._read_mark(connection, partition)
             elif batch:
                 began_s = time.monotonic()
-                with _commit_guarded(connection):
+                with _forbid_transaction_end(connection):
                     self.apply_batch(connection, batch)
-                if _guard.error is not None:
-                    self._check_mark_moved(connection, partition, end, _guard.error)
+                if _commit_guard.database_error is not None:
+                    self._check_mark_moved(connection, partition, end, _commit_guard.database_error)
                 took_s = time.monotonic() - began_s
         if is_moved:
             self._applied_marks[partition] = end
@@ -373,9 +373,9 @@ class SqlCallbacks(BatchCallbacks):
 
     def _resize_batch(self, partition: int, count: int, took_s: float) -> None:
         """Choose the size of the next batch from the duration of the last one (rule 6)."""
-        size = self._batch_sizes.get(partition, INITIAL_BATCH_COUNT)
+        size = self._batch_sizes.get(partition, INITIAL_BATCH_TRANSACTIONS)
         if count == size and took_s < BATCH_TARGET_S / 2:
-            size = min(2 * size, BATCH_MAX)
+            size = min(2 * size, BATCH_TRANSACTIONS_MAX)
         elif took_s > BATCH_TARGET_S:
             size = max(1, size // 2)
         self._batch_sizes[partition] = size
@@ -453,7 +453,7 @@ def is_conflict(error: Exception) -> bool:
         return False
     state = _sqlstate(error)
     if state is not None:
-        return state in _CONFLICT_STATES
+        return state in _CONFLICT_SQLSTATES
     return any(text in str(error.orig) for text in _CONFLICT_TEXTS)
 
 
@@ -469,7 +469,7 @@ def is_outage(error: Exception) -> bool:
         return isinstance(error, sa.exc.TimeoutError)
     if error.connection_invalidated or isinstance(error, InterfaceError):
         return True
-    if _sqlstate(error) == _READ_ONLY_STATE:
+    if _sqlstate(error) == _READ_ONLY_SQLSTATE:
         return True
     # SQLite raises the same class of errors for a full disk and for a missing table.
     is_mistake = getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR"
@@ -488,7 +488,7 @@ def _begin_snapshot(connection: sa.Connection) -> None:
             connection.exec_driver_sql("BEGIN")
 
 
-def _check_class(callbacks_class: type[SqlCallbacks]) -> None:
+def _check_callbacks_class(callbacks_class: type[SqlCallbacks]) -> None:
     base_class = SqlCallbacks
     if (
         callbacks_class.apply is base_class.apply
@@ -530,65 +530,71 @@ def _check_engine(engine: sa.Engine) -> None:
             )
 
 
-class _Guard(threading.local):
+class _CommitGuard(threading.local):
     """The guarded connection of this thread, whose transaction must stay open.
 
-    `broken_by` is the call or the statement that would have ended the transaction, if any.
+    `ending_call` is the call or the statement that would have ended the transaction, if any.
     """
 
     connection: sa.Connection | None = None
-    broken_by: str | None = None
-    error: BaseException | None = None  # an error of the database; `apply` may have caught it
+    ending_call: str | None = None
+    database_error: BaseException | None = None  # `apply` may have caught it
 
 
-_guard = _Guard()
+_commit_guard = _CommitGuard()
 # `_commit_impl` is private to SQLAlchemy. With SQLAlchemy's public event for a commit, each
 # statement on a guarded connection would take 50 % longer.
 assert hasattr(sa.Connection, "_commit_impl")
 
 
 @contextmanager
-def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
+def _forbid_transaction_end(connection: sa.Connection) -> Iterator[None]:
     """Reject calls that would end the transaction (rule 2), even if `apply` catches the error."""
-    _guard.connection, _guard.broken_by, _guard.error = connection, None, None
+    _commit_guard.connection, _commit_guard.ending_call, _commit_guard.database_error = (
+        connection,
+        None,
+        None,
+    )
     vars(connection)["_commit_impl"] = partial(_reject_call, "commit()")
     try:
         yield
     finally:
         del vars(connection)["_commit_impl"]
-        _guard.connection, broken_by = None, _guard.broken_by
+        _commit_guard.connection, ending_call = None, _commit_guard.ending_call
         if connection.closed:
-            broken_by = "close()"
-        elif broken_by is None and not connection.in_transaction():
-            broken_by = "rollback()"  # after a rollback, SQLAlchemy accepts no statement
-        elif broken_by is not None:
+            ending_call = "close()"
+        elif ending_call is None and not connection.in_transaction():
+            ending_call = "rollback()"  # after a rollback, SQLAlchemy accepts no statement
+        elif ending_call is not None:
             # For SQLAlchemy, the transaction has ended now; for the driver, it is still open.
             connection.connection.rollback()
-    if broken_by is not None:
-        raise _early_end_error(broken_by)
+    if ending_call is not None:
+        raise _early_end_error(ending_call)
 
 
 def _reject_call(call_name: str) -> NoReturn:
-    _guard.broken_by = call_name
+    _commit_guard.ending_call = call_name
     raise _early_end_error(call_name)
 
 
 def _check_statement(*event: Any) -> None:  # noqa: ANN401 - the arguments of an event of SQLAlchemy
     statement, context = event[1], event[-1]
-    is_guarded = _guard.connection is not None and context.root_connection is _guard.connection
+    is_guarded = (
+        _commit_guard.connection is not None and context.root_connection is _commit_guard.connection
+    )
     if is_guarded and _ends_transaction(statement):
         _reject_call(statement.strip()[:40])
 
 
-def _note_error(failure: sa.engine.ExceptionContext) -> None:
-    if _guard.connection is not None and failure.connection is _guard.connection:
-        _guard.error = failure.original_exception
+def _note_database_error(failure: sa.engine.ExceptionContext) -> None:
+    if _commit_guard.connection is not None and failure.connection is _commit_guard.connection:
+        _commit_guard.database_error = failure.original_exception
 
 
-def _check_statements(engine: sa.Engine) -> None:
+def _register_statement_checks(engine: sa.Engine) -> None:
     """Register the checks of statements on guarded connections, once for each engine."""
-    if not sa.event.contains(engine, "handle_error", _note_error):
-        sa.event.listen(engine, "handle_error", _note_error)
+    if not sa.event.contains(engine, "handle_error", _note_database_error):
+        sa.event.listen(engine, "handle_error", _note_database_error)
     for name in ("do_execute", "do_executemany", "do_execute_no_params"):
         if not sa.event.contains(engine, name, _check_statement):
             sa.event.listen(engine, name, _check_statement)
@@ -596,7 +602,9 @@ def _check_statements(engine: sa.Engine) -> None:
 
 @lru_cache(1_000)
 def _ends_transaction(statement: str) -> bool:
-    return _TRANSACTION_END_PATTERN.search(_COMMENTS_AND_LITERALS.sub(" ", statement)) is not None
+    return (
+        _TRANSACTION_END_PATTERN.search(_COMMENT_OR_LITERAL_PATTERN.sub(" ", statement)) is not None
+    )
 
 
 def _early_end_error(call_name: str) -> errors.BadRequest:

@@ -39,7 +39,7 @@ class _PartitionFeed:
         self._is_over = asyncio.Event()
 
     @property
-    def is_applied(self) -> bool:
+    def is_delivering(self) -> bool:
         """Whether the feed delivers transactions."""
         return self._catch_up.applier.stopped is None and not self._is_over.is_set()
 
@@ -128,7 +128,7 @@ class Subscriptions:
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
             if isinstance(feed, _PartitionFeed) and feed.task is task:
-                raise set_partitions_in_callback_error(partition_id)
+                raise reentrant_set_partitions_error(partition_id)
         self._set_count += 1
         async with self._set_lock:
             for partition_id in [feed_id for feed_id in self._feeds if feed_id not in wanted_ids]:
@@ -158,7 +158,7 @@ class Subscriptions:
 
     def _has_feed(self, partition_id: PartitionId) -> bool:
         feed = self._feeds.get(partition_id)
-        return isinstance(feed, _StartingFeed) or (feed is not None and feed.is_applied)
+        return isinstance(feed, _StartingFeed) or (feed is not None and feed.is_delivering)
 
     async def _start_feed(self, partition_id: PartitionId) -> None:
         """Start a feed; raises any exception that `client_high_water_mark` raises."""
@@ -201,7 +201,7 @@ class Subscriptions:
             del self._feeds[partition_id]
 
 
-def set_partitions_in_callback_error(partition_id: int) -> errors.UsageError:
+def reentrant_set_partitions_error(partition_id: int) -> errors.UsageError:
     """Return the error for a callback that would wait for itself."""
     return errors.UsageError(
         f"cannot set partitions in a callback of partition {partition_id}: set_partitions "

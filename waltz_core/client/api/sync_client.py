@@ -28,7 +28,7 @@ import uvloop
 
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
-from waltz_core.client.api.opening import NOT_PICKLABLE_TEXT, Opening
+from waltz_core.client.api.opening import NOT_PICKLABLE_TEXT, UnopenedClient
 from waltz_core.client.api.scanning import (
     ArrowReader,
     ArrowSchema,
@@ -37,7 +37,7 @@ from waltz_core.client.api.scanning import (
     open_scan,
     scan_ranges_of,
 )
-from waltz_core.client.api.subscriptions import set_partitions_in_callback_error
+from waltz_core.client.api.subscriptions import reentrant_set_partitions_error
 from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
@@ -58,7 +58,7 @@ from waltz_core.client.read.feed_delivery import (
     DELIVERY_S_MAX,
     DeliveryProgress,
     DeliveryRun,
-    mark_of,
+    check_start_mark,
 )
 from waltz_core.client.read.ranges import InterruptibleChunks, RangeChunk, ReplicaSet
 from waltz_core.client.read.reported_rejections import Rejection
@@ -111,7 +111,7 @@ class WaltzClient:
         client_id: int | None = None,
         partitions: Iterable[int] | None = None,
     ) -> None:
-        self._begin(
+        self._open_on_new_loop(
             lambda: AsyncWaltzClient.connect(
                 connect, config, client_id=client_id, partitions=partitions
             )
@@ -142,7 +142,7 @@ class WaltzClient:
     ) -> Self:
         """Open a client with a given layout; see `AsyncWaltzClient.at`."""
         client = cls.__new__(cls)
-        client._begin(
+        client._open_on_new_loop(
             lambda: AsyncWaltzClient.at(
                 layout,
                 config,
@@ -155,13 +155,13 @@ class WaltzClient:
         return client
 
     @classmethod
-    def wrap(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
+    def wrap(cls, opening: Callable[[], UnopenedClient[AsyncWaltzClient]]) -> Self:
         """Open a sync client over an asyncio client; `memory_waltz.MemoryWaltz` uses this."""
         client = cls.__new__(cls)
-        client._begin(opening)
+        client._open_on_new_loop(opening)
         return client
 
-    def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
+    def _open_on_new_loop(self, opening: Callable[[], UnopenedClient[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
         self._is_closed = False
         # An RLock: a signal handler may close the client on the thread that it has interrupted.
@@ -182,7 +182,7 @@ class WaltzClient:
             return await opening()
 
         try:
-            self._client = self._wait(begin())
+            self._client = self._wait_for_result(begin())
         except BaseException:
             self._end_threads()
             raise
@@ -194,12 +194,12 @@ class WaltzClient:
         resumes from the application's mark applies no transaction twice. A `close` that a callback
         calls does not wait for callbacks.
         """
-        self._check_process()
+        self._check_not_forked()
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
                 try:
-                    self._wait(self._client.close())
+                    self._wait_for_result(self._client.close())
                 finally:
                     self._end_threads()
         # Outside the lock, because a callback may also close the client.
@@ -396,7 +396,7 @@ class WaltzClient:
         """Apply the feeds of exactly these partitions; see `AsyncWaltzClient.set_partitions`."""
         applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
-            raise set_partitions_in_callback_error(applying)
+            raise reentrant_set_partitions_error(applying)
         self._call(self._client.set_partitions(partitions))
 
     # --- reading
@@ -466,7 +466,7 @@ class WaltzClient:
         except errors.UsageError:
             call.close()
             raise
-        return self._wait(call)
+        return self._wait_for_result(call)
 
     def _start_append(
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
@@ -490,7 +490,7 @@ class WaltzClient:
             raise
         return outcome
 
-    def _wait(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+    def _wait_for_result(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         try:
             outcome = self._schedule(lambda: asyncio.run_coroutine_threadsafe(call, self._loop))
         except errors.UsageError:
@@ -515,7 +515,7 @@ class WaltzClient:
                     raise
             raise errors.UsageError(_CLOSED_TEXT)
 
-    def _check_process(self) -> None:
+    def _check_not_forked(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
                 f"this client was opened by process {self._pid} and cannot be used in the "
@@ -523,7 +523,7 @@ class WaltzClient:
             )
 
     def _check_usable(self) -> None:
-        self._check_process()
+        self._check_not_forked()
         if self._is_closed:
             raise errors.UsageError(_CLOSED_TEXT)
         if threading.current_thread() is self._thread:
@@ -622,7 +622,7 @@ class _ThreadContext:
             raise _converted_thread_error(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        result: object = await _run_in(self._workers, self._context.execute, builder)
+        result: object = await _offload(self._workers, self._context.execute, builder)
         _check_not_coroutine("execute", result)
         return bool(result)
 
@@ -630,7 +630,7 @@ class _ThreadContext:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # the hook is not overridden
-        await _run_in(self._hook_workers, method, *args)
+        await _offload(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
@@ -653,8 +653,8 @@ class _ThreadConsumer:
         self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        mark = await _run_in(self._workers, self._callbacks.client_high_water_mark, partition_id)
-        return mark_of(partition_id, mark)
+        mark = await _offload(self._workers, self._callbacks.client_high_water_mark, partition_id)
+        return check_start_mark(partition_id, mark)
 
     async def apply(
         self,
@@ -705,7 +705,7 @@ class _ThreadConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
-        return await _run_in(self._workers, lambda: call(partition_id, transaction_id, error))
+        return await _offload(self._workers, lambda: call(partition_id, transaction_id, error))
 
 
 class _BatchConsumer(_ThreadConsumer):
@@ -720,7 +720,7 @@ class _BatchConsumer(_ThreadConsumer):
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         begin, cluster = self._batched.begin, self._cluster
-        await _run_in(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
+        await _offload(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
         return await super().start_mark(partition_id)
 
     async def apply(
@@ -749,7 +749,7 @@ class _BatchConsumer(_ThreadConsumer):
         return await self._apply_on_thread(partition_id, apply_transactions)
 
 
-async def _run_in(
+async def _offload(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
     """Run the application's code on a thread; convert exceptions that a future does not accept."""

@@ -311,7 +311,7 @@ class ServerLinks:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
-            silent_servers.SILENT_S,
+            silent_servers.SILENCE_CHECK_S,
             lambda: self._silent_servers.on_silence_detected(
                 address, _DIAL_NUMBER, since_s=began_s
             ),

@@ -42,7 +42,7 @@ from waltz_core.records.record import Generation, PartitionId
 
 T = TypeVar("T")
 
-_CLOSED = "the client is closed"
+_CLOSED_TEXT = "the client is closed"
 
 
 class ClusterInfo(NamedTuple):
@@ -104,7 +104,7 @@ class Directory(Protocol):
         With `after_failure`, the owner that was returned before has failed.
         """
 
-    async def owner_now(self, partition_id: PartitionId) -> Owner:
+    async def read_current_owner(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began.
 
         Raises NotOwned while the partition has no owner, or while the assignment is being rebuilt.
@@ -168,7 +168,7 @@ class ZooKeeperDirectory:
     def coordinator(self) -> Coordinator:
         """The session with ZooKeeper; raises UsageError if the directory is closed (rule 7)."""
         if self._coordinator is None:
-            raise errors.UsageError(_CLOSED)
+            raise errors.UsageError(_CLOSED_TEXT)
         return self._coordinator
 
     async def open(self, on_change: OwnersChanged) -> None:
@@ -220,7 +220,7 @@ class ZooKeeperDirectory:
             )
         return owner
 
-    async def owner_now(self, partition_id: PartitionId) -> Owner:
+    async def read_current_owner(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
         servers = await self._with_timeout(self.coordinator.read_latest_servers())
         owner = _owners_in(servers).get(partition_id) if servers.is_settled else None
@@ -397,10 +397,10 @@ class FixedDirectory:
         await self._wait_for_session()
         return await self._fallback.owner(partition_id, after_failure=True)
 
-    async def owner_now(self, partition_id: PartitionId) -> Owner:
+    async def read_current_owner(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
         await self._wait_for_session()
-        return await self._fallback.owner_now(partition_id)
+        return await self._fallback.read_current_owner(partition_id)
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages from ZooKeeper."""
@@ -431,12 +431,12 @@ class FixedDirectory:
         if self._is_open:
             return
         if self._is_closed:
-            raise errors.UsageError(_CLOSED)
+            raise errors.UsageError(_CLOSED_TEXT)
         try:
             async with asyncio.timeout(None) as self._request_timeout:
                 await self._fallback.open(self._accept_owners)
         except TimeoutError:
-            raise errors.UsageError(_CLOSED) from None
+            raise errors.UsageError(_CLOSED_TEXT) from None
         finally:
             self._request_timeout = None
         key = self._fallback.cluster.key

@@ -15,11 +15,11 @@ _log = logging.getLogger(__name__)
 
 # In seconds: a quarter of the session timeout of servers at ZooKeeper. A silence is detected within
 # twice this time.
-SILENT_S = 1.0
+SILENCE_CHECK_S = 1.0
 
 
 @dataclass(slots=True)
-class _SilentServer:
+class _ServerSilence:
     """The silence of one server: the silent connections, and whether the silence was logged."""
 
     connections: set[int] = field(default_factory=set)
@@ -39,14 +39,14 @@ class SilentServers:
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
         self._mark_suspect = mark_suspect
-        self._silences: dict[str, _SilentServer] = {}
+        self._silences: dict[str, _ServerSilence] = {}
 
     def on_silence_detected(self, address: str, connection: int, *, since_s: float) -> None:
         """A caller waits on a connection without data since `since_s` (the loop's clock)."""
         if self._mark_suspect is None:
             return
         self._mark_suspect()
-        silence = self._silences.setdefault(address, _SilentServer())
+        silence = self._silences.setdefault(address, _ServerSilence())
         if not silence.connections:
             silence.since_s = since_s
         silence.connections.add(connection)
@@ -79,7 +79,7 @@ class SilentServers:
                 reason,
             )
 
-    def _end_silence(self, address: str, connection: int) -> _SilentServer | None:
+    def _end_silence(self, address: str, connection: int) -> _ServerSilence | None:
         """Return the silence that ends with this connection, if the silence was logged."""
         silence = self._silences.get(address)
         if silence is None:
@@ -91,7 +91,7 @@ class SilentServers:
         return silence
 
 
-def _duration_s(silence: _SilentServer) -> float:
+def _duration_s(silence: _ServerSilence) -> float:
     return asyncio.get_running_loop().time() - silence.since_s
 
 
@@ -115,12 +115,12 @@ class SilenceWatch:
         self._is_ended = False
 
     def start(self) -> None:
-        """A message was sent: check after `SILENT_S` seconds, unless a check is scheduled."""
+        """A message was sent: check in `SILENCE_CHECK_S` seconds, unless a check is scheduled."""
         if self._timer is None and not self._is_ended:
             self._has_received = False
             loop = asyncio.get_running_loop()
             self._since_s = loop.time()
-            self._timer = loop.call_later(SILENT_S, self._check)
+            self._timer = loop.call_later(SILENCE_CHECK_S, self._check)
 
     def on_data_received(self) -> None:
         """Note that the server has sent data."""

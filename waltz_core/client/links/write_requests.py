@@ -49,11 +49,11 @@ class EnteredTask(NamedTuple):
 class WriteTasks(NamedTuple):
     """The task numbers of a write, and the client IDs of the tasks that another run has begun."""
 
-    numbers: tuple[int, ...]
-    others: Mapping[int, int]
+    task_numbers: tuple[int, ...]
+    client_ids_of_other_runs: Mapping[int, int]
 
 
-class RegistryUser(Protocol):
+class RegistryClient(Protocol):
     """The client whose connections and timeouts are used."""
 
     config: ClientConfig
@@ -69,7 +69,7 @@ class WriteRequests:
     for rule 2.
     """
 
-    def __init__(self, connect: str, user: RegistryUser) -> None:
+    def __init__(self, connect: str, user: RegistryClient) -> None:
         self._connect = connect
         self._directory, self._links = user.directory, user.links
         self._config, self._random = user.config, user.random
@@ -153,7 +153,7 @@ class WriteRequests:
         await self._carry_out_operation(make_request, lambda _: None, use_zookeeper)
 
     async def tasks(self, write: str, run: str = "") -> WriteTasks:
-        """Return the tasks that were begun; `others` are the tasks of runs other than `run`."""
+        """Return the tasks that were begun; `client_ids_of_other_runs` leaves out `run`."""
 
         async def use_zookeeper(coordinator: Coordinator) -> WriteTasks:
             states_by_number = await coordinator.writes.read_tasks(write)

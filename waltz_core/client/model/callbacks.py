@@ -24,14 +24,14 @@ from waltz_core.client.model.transaction import (
     AsyncTransaction,
     Transaction,
     check_header,
-    items_of,
+    check_items,
 )
 from waltz_core.cluster.znodes.restore_sources import RestoreSources
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import FILTER_HEADERS_MAX
 
 # The methods of callbacks in addition to `apply_transaction`.
-_HOOKS = ("client_high_water_mark", "uncaught_exception")
+_OTHER_METHODS = ("client_high_water_mark", "uncaught_exception")
 
 
 class PoisonPolicy(Enum):
@@ -42,7 +42,7 @@ class PoisonPolicy(Enum):
     RETRY = auto()  # apply it again, after a pause that doubles from 10 ms to 10 s
 
 
-def policy_of(error: Exception) -> PoisonPolicy:
+def default_policy(error: Exception) -> PoisonPolicy:
     """Return the default policy for an error (rule 4).
 
     The policy is RETRY while the log is unreachable (`errors.Unavailable`), and STOP for every
@@ -77,7 +77,7 @@ class Callbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
+        """Return the policy for an exception of `apply_transaction` [default: `default_policy`].
 
         While the data of the log is unavailable, the client calls this method repeatedly for the
         same transaction. The client also calls this method when the feed itself cannot continue,
@@ -85,7 +85,7 @@ class Callbacks(ABC):
         `transaction_id` is the ID after the last applied one, and the client ignores the return
         value.
         """
-        return policy_of(error)
+        return default_policy(error)
 
 
 class BatchCallbacks(Callbacks):
@@ -134,7 +134,7 @@ class AsyncCallbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
+        """Return the policy for an exception of `apply_transaction` [default: `default_policy`].
 
         While the data of the log is unavailable, the client calls this method repeatedly for the
         same transaction. The client also calls this method when the feed itself cannot continue,
@@ -142,7 +142,7 @@ class AsyncCallbacks(ABC):
         `transaction_id` is the ID after the last applied one, and the client ignores the return
         value.
         """
-        return policy_of(error)
+        return default_policy(error)
 
 
 def check_callbacks(callbacks: object, *, is_async: bool) -> None:
@@ -161,14 +161,14 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
             f"{type(callbacks).__name__} has plain functions, but AsyncWaltzClient calls "
             "coroutines. Hint: use WaltzClient, or derive the class from AsyncCallbacks."
         )
-    for name in _HOOKS:
+    for name in _OTHER_METHODS:
         if not hasattr(callbacks, name):
             base_name = "AsyncCallbacks" if is_async else "Callbacks"
             raise errors.UsageError(
                 f"{type(callbacks).__name__}: expected a method {name}, found none. Hint: "
                 f"derive the class from {base_name}, which has such a method, and override it."
             )
-    for name in () if is_async else ("apply_transaction", *_HOOKS):
+    for name in () if is_async else ("apply_transaction", *_OTHER_METHODS):
         if inspect.iscoroutinefunction(getattr(callbacks, name, None)):
             raise errors.UsageError(
                 f"{name} is an async function, which WaltzClient cannot call. Hint: use "
@@ -183,7 +183,7 @@ def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
     """
     if headers is None:
         return ()
-    values = tuple(sorted({check_header(header) for header in items_of("headers", headers)}))
+    values = tuple(sorted({check_header(header) for header in check_items("headers", headers)}))
     if not 0 < len(values) <= FILTER_HEADERS_MAX:
         raise errors.BadRequest(
             f"argument headers: expected 1 to {FILTER_HEADERS_MAX} headers, found {len(values)}"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # author waits until the predecessors are in the log.
 PREDECESSORS_MAX = 1_024
 CRC_BYTES: Final = 4
-_LENGTH: Final = struct.Struct(">i")
+_LENGTH_STRUCT: Final = struct.Struct(">i")
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class PipelinedState:
     mount: int  # the number of the mount in which it was received
     base_mark: TransactionId
     mark: TransactionId
-    received: tuple[Predecessor, ...]  # the predecessors, as they are in the log
+    received_predecessors: tuple[Predecessor, ...]  # the predecessors, as they are in the log
     locks: frozenset[int]  # the locks that the predecessors cover
     encryption: "Encryption | None" = None
 
@@ -118,7 +118,9 @@ class PipelinedState:
     def predecessors_above(self, mark: TransactionId) -> tuple[Predecessor, ...]:
         """Return the predecessors that a state at this mark does not contain."""
         newer = tuple(
-            predecessor for predecessor in self.received if predecessor.transaction_id > mark
+            predecessor
+            for predecessor in self.received_predecessors
+            if predecessor.transaction_id > mark
         )
         if self.encryption is None:
             return newer
@@ -161,7 +163,9 @@ class PipelinedState:
         """
         if not self.has_received_predecessors:
             return mark, self.without_predecessors()
-        return mark, replace(self, base_mark=mark, mark=mark, received=(), locks=frozenset())
+        return mark, replace(
+            self, base_mark=mark, mark=mark, received_predecessors=(), locks=frozenset()
+        )
 
     def with_predecessors(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
@@ -172,7 +176,9 @@ class PipelinedState:
         the IDs of the predecessors are ascending, above `mark`, and at most `message.last`.
         """
         earlier_predecessors, base_mark = (
-            (self.received, self.base_mark) if self.has_received_predecessors else ((), mark)
+            (self.received_predecessors, self.base_mark)
+            if self.has_received_predecessors
+            else ((), mark)
         )
         received = list(_predecessors_in(message))
         ids = [mark, *(predecessor.transaction_id for predecessor in received)]
@@ -199,7 +205,7 @@ class PipelinedState:
 def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
     """Yield the predecessors in a message; raises RemoteProtocolError for invalid records."""
     records, start = bytes(message.records), 0
-    for (length,) in _LENGTH.iter_unpack(message.lengths):
+    for (length,) in _LENGTH_STRUCT.iter_unpack(message.lengths):
         crc_at = start + length - CRC_BYTES
         if length < RECORD_OVERHEAD_BYTES or crc_at + CRC_BYTES > len(records):
             break

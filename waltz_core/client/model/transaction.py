@@ -276,7 +276,7 @@ def check_partition(partition: object, cluster: str, partition_count: int) -> Pa
     return PartitionId(number)
 
 
-def items_of(description: str, items: Iterable[T]) -> tuple[T, ...]:
+def check_items(description: str, items: Iterable[T]) -> tuple[T, ...]:
     """Return the items as a tuple; raises BadRequest for a single value."""
     try:
         iterator = iter(items)

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.links.outage_log import OutageLog
-from waltz_core.client.model.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
+from waltz_core.client.model.callbacks import AsyncCallbacks, PoisonPolicy, default_policy
 from waltz_core.client.model.transaction import AsyncTransaction, DataSource, check_mark
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
@@ -36,8 +36,8 @@ assert FEED_HEADER_STRUCT.size == raw_records.FEED_HEADER_BYTES
 
 # The maximum number of transactions that are passed on between two turns of the event loop, and the
 # maximum number in a batch.
-DELIVERY_COUNT_MAX = 256
-BATCH_MAX = 4_096
+DELIVERY_TRANSACTIONS_MAX = 256
+BATCH_TRANSACTIONS_MAX = 4_096
 # If callbacks are slow, a run ends after this time, so that the mark does not lag by the whole run.
 DELIVERY_S_MAX = 0.05
 # In seconds: the maximum time for which the mark of a batched consumer is held back while no
@@ -103,7 +103,7 @@ class LoopConsumer:
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         """Return the mark after which the application starts; None for the end of the log."""
         mark = self._callbacks.client_high_water_mark(partition_id)
-        return mark_of(partition_id, await _result_of(mark))
+        return check_start_mark(partition_id, await _callback_result(mark))
 
     async def apply(
         self,
@@ -137,12 +137,12 @@ class LoopConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         """Return the policy for a transaction whose callback raised."""
-        return await _result_of(
+        return await _callback_result(
             self._callbacks.uncaught_exception(partition_id, transaction_id, error)
         )
 
 
-async def _result_of(answer: Awaitable[ResultT]) -> ResultT:
+async def _callback_result(answer: Awaitable[ResultT]) -> ResultT:
     """Await the result of a callback; a CancelledError raised by it becomes another error."""
     try:
         return await answer
@@ -166,7 +166,7 @@ def application_cancellation_error(error: asyncio.CancelledError) -> Exception:
 LATEST = -2
 
 
-def mark_of(partition_id: PartitionId, mark: int) -> TransactionId | None:
+def check_start_mark(partition_id: PartitionId, mark: int) -> TransactionId | None:
     """Return the mark that `client_high_water_mark` has returned; None for LATEST."""
     if mark == LATEST:
         return None
@@ -231,7 +231,7 @@ class Applier:
 
     async def run(self) -> None:
         """Pass the feed to the consumer until the feed is stopped or this task is cancelled."""
-        size = BATCH_MAX if self._consumer.is_batched else DELIVERY_COUNT_MAX
+        size = BATCH_TRANSACTIONS_MAX if self._consumer.is_batched else DELIVERY_TRANSACTIONS_MAX
         while self.stopped is None:
             if not self._queue:
                 self._range_arrived.clear()
@@ -309,7 +309,7 @@ class Applier:
                     self._advance_mark(last)
                 continue
             first = TransactionId(run[0][0]) if run else last
-            policy = await self._poison_policy(first, progress.error)
+            policy = await self._choose_poison_policy(first, progress.error)
             if policy is PoisonPolicy.STOP:
                 _log.error("feed.stopped partition=%d error=%s", self._partition_id, progress.error)
                 self.end(progress.error)
@@ -341,8 +341,10 @@ class Applier:
             async with asyncio.timeout(pause_s):
                 await event.wait()
 
-    async def _poison_policy(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
-        if policy_of(error) is PoisonPolicy.RETRY:
+    async def _choose_poison_policy(
+        self, transaction_id: TransactionId, error: Exception
+    ) -> PoisonPolicy:
+        if default_policy(error) is PoisonPolicy.RETRY:
             self._outage.note_failure(error)
         else:
             _log.warning(

@@ -53,7 +53,7 @@ _BUFFERS_MAX: Final = 3
 # The flag to read only from the page cache, or fail; not every file system supports it.
 _NO_WAIT_FLAG: Final = getattr(os, "RWF_NOWAIT", 0)
 _WOULD_WAIT_ERRORS: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
-_OWN_REFERENCES: Final = 2  # references of the list, and of the argument of `getrefcount`
+_UNUSED_BUFFER_REFERENCES: Final = 2  # references of the list, and of the argument of `getrefcount`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class ReadGrant:
     ticket: bytes = b""  # opens the files; empty without access control
 
     @property
-    def next(self) -> TransactionId:
+    def next_id(self) -> TransactionId:
         """The ID after the last transaction of the grant."""
         return TransactionId(self.first + int(self.lengths.size))
 
@@ -126,11 +126,11 @@ class LocalReader:
                 f"{self._address}: another read of this connection is still running"
             )
         grant = self._grant
-        if grant is None or not grant.first <= first < grant.next:
+        if grant is None or not grant.first <= first < grant.next_id:
             grant = self._grant = await query()
             self._close_other_files({location.segment for location in grant.locations})
         low = first - grant.first
-        high = min(last + 1, grant.next) - grant.first
+        high = min(last + 1, grant.next_id) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
         records = self._read_from_page_cache(grant, low, high)
         if records is None:
@@ -253,7 +253,7 @@ class _ReadBuffers:
         """Return a buffer of `size` bytes that no other view uses; its content is arbitrary."""
         for index in range(len(self._arrays)):
             # Each view of the buffer, and each view of a view, adds one reference.
-            if sys.getrefcount(self._arrays[index]) == _OWN_REFERENCES:
+            if sys.getrefcount(self._arrays[index]) == _UNUSED_BUFFER_REFERENCES:
                 if self._arrays[index].size < size:
                     self._arrays[index] = np.empty(size, dtype=np.uint8)
                 return self._arrays[index].data[:size]

@@ -245,14 +245,14 @@ class InterruptibleChunks:
 # from the server
 
 
-def server_request(req_id: ReqId, query: RangeQuery) -> messages.RangeRequest:
+def range_request_of(req_id: ReqId, query: RangeQuery) -> messages.RangeRequest:
     """Return the message that requests a range from a server."""
     return messages.RangeRequest(
         req_id, query.first, query.last, query.bytes_max, query.form, query.header_values
     )
 
 
-def chunk_of_server(
+def chunk_from_server(
     partition_id: PartitionId, query: RangeQuery, answer: messages.RangeData
 ) -> RangeChunk:
     """Verify a server's answer, and return it as a chunk (rules 1, 2 and 5)."""
@@ -281,7 +281,7 @@ def chunk_of_server(
     return chunk
 
 
-def chunk_of_records(query: RangeQuery, legacy_records: LegacyRecords) -> RangeChunk:
+def chunk_from_legacy_records(query: RangeQuery, legacy_records: LegacyRecords) -> RangeChunk:
     """Return records from a 0.13 server as a chunk; the records were verified when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(

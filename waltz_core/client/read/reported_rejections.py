@@ -43,7 +43,7 @@ def decode_rejections(answer: RejectionsResponse) -> list[Rejection]:
         Rejection(time_ms, ReqId.from_bytes(req_id), reason, TransactionId(conflicting))
         for time_ms, req_id, reason, conflicting in zip(
             int64s.unpack(answer.stamps_ms),
-            _split(bytes(answer.request_ids), REQ_ID.size),
+            _split_fixed_width(bytes(answer.request_ids), REQ_ID.size),
             reasons,
             int64s.unpack(answer.conflicting),
             strict=True,
@@ -51,5 +51,5 @@ def decode_rejections(answer: RejectionsResponse) -> list[Rejection]:
     ]
 
 
-def _split(data: bytes, width: int) -> list[bytes]:
+def _split_fixed_width(data: bytes, width: int) -> list[bytes]:
     return [data[offset : offset + width] for offset in range(0, len(data), width)]

@@ -38,9 +38,9 @@ from waltz_core.client.read.ranges import (
     RangeChunk,
     RangeQuery,
     ReplicaSet,
-    chunk_of_records,
-    chunk_of_server,
-    server_request,
+    chunk_from_legacy_records,
+    chunk_from_server,
+    range_request_of,
 )
 from waltz_core.client.read.reported_rejections import Rejection, decode_rejections
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
@@ -53,7 +53,7 @@ from waltz_core.wire.messages import ClientMessage
 _log = logging.getLogger(__name__)
 
 # Answers that use the second connection (connections.py, rule 4).
-_LARGE_ANSWERS = (messages.RangeData, messages.TransactionDataResponse)
+_LARGE_ANSWER_TYPES = (messages.RangeData, messages.TransactionDataResponse)
 # If a 0.13 server does not own the partition (yet), it never answers these requests. So the client
 # sends them again after a timeout. The timeout of a flush is longer, because it may have to wait
 # for appends in flight.
@@ -65,7 +65,7 @@ LEGACY_ANSWER_TIMEOUT_S: dict[type[ClientMessage], float] = {
 NO_CLIENT_ID = -1
 # If an attempt had less than this part of the request timeout left, its error is not raised
 # (rule 2).
-_ATTEMPT_SHARE_MIN: Final = 0.1
+_ATTEMPT_TIMEOUT_SHARE_MIN: Final = 0.1
 
 
 class OwnerLink(NamedTuple):
@@ -124,11 +124,11 @@ class OwnerRequests:
     ) -> AnswerT:
         """Query the owner until it answers; raises an error after the request timeout (rule 2)."""
 
-        async def request_owner(reader: OwnerLink) -> AnswerT:
-            return await _request_answer(reader, answer, make_request)
+        async def request_owner(owner_link: OwnerLink) -> AnswerT:
+            return await _query_owner(owner_link, answer, make_request)
 
         return await self._query_until_answered(
-            partition_id, request_owner, is_bulk=answer in _LARGE_ANSWERS
+            partition_id, request_owner, is_bulk=answer in _LARGE_ANSWER_TYPES
         )
 
     async def _query_until_answered(
@@ -153,7 +153,9 @@ class OwnerRequests:
             except errors.Unavailable as error:
                 now_s = loop.time()
                 if now_s + pause_s >= deadline_s:
-                    was_cut_short = now_s >= deadline_s and timeout_s < total_s * _ATTEMPT_SHARE_MIN
+                    was_cut_short = (
+                        now_s >= deadline_s and timeout_s < total_s * _ATTEMPT_TIMEOUT_SHARE_MIN
+                    )
                     last_error = (
                         previous_error if was_cut_short and previous_error is not None else error
                     )
@@ -233,9 +235,9 @@ class OwnerRequests:
     async def flush(self, partition_id: PartitionId) -> TransactionId:
         """Wait until all appends received before this request are final; return the mark."""
 
-        async def flush(reader: OwnerLink) -> TransactionId:
-            answer = await _request_answer(reader, messages.FlushResponse, messages.FlushRequest)
-            return _checked_mark(reader, answer.high_water_mark)
+        async def flush(owner_link: OwnerLink) -> TransactionId:
+            answer = await _query_owner(owner_link, messages.FlushResponse, messages.FlushRequest)
+            return _checked_mark(owner_link, answer.high_water_mark)
 
         return await self._query_until_answered(partition_id, flush, is_bulk=False)
 
@@ -245,15 +247,15 @@ class OwnerRequests:
         For a 0.13 server there are no replicas, because its storages do not answer readers.
         """
 
-        async def query(reader: OwnerLink) -> ReplicaSet:
-            if reader.link.is_legacy_server:
-                mark = await _request_mark(reader)
+        async def query(owner_link: OwnerLink) -> ReplicaSet:
+            if owner_link.link.is_legacy_server:
+                mark = await _request_mark(owner_link)
                 if linearizable:
-                    await self._check_owner(reader)
+                    await self._check_owner(owner_link)
                 cluster = self._directory.cluster
                 return ReplicaSet(cluster.key, cluster.partition_count, NO_SESSION, mark, ())
-            answer = await _request_answer(
-                reader,
+            answer = await _query_owner(
+                owner_link,
                 messages.ReplicasResponse,
                 lambda req_id: messages.ReplicasRequest(req_id, linearizable),
             )
@@ -275,28 +277,28 @@ class OwnerRequests:
             BadRequest: the server is older, and does not support this request.
         """
 
-        async def query(reader: OwnerLink) -> list[Rejection]:
-            if not reader.link.reports_rejections:
+        async def query(owner_link: OwnerLink) -> list[Rejection]:
+            if not owner_link.link.reports_rejections:
                 raise errors.BadRequest(
-                    f"{reader.owner.address} does not report the rejections of partition "
+                    f"{owner_link.owner.address} does not report the rejections of partition "
                     f"{partition_id}: expected client protocol L "
                     f"{messages.RejectionsRequest.since} or later, found an older version. Hint: "
                     "upgrade the server."
                 )
             return decode_rejections(
-                await _request_answer(
-                    reader, messages.RejectionsResponse, messages.RejectionsRequest
+                await _query_owner(
+                    owner_link, messages.RejectionsResponse, messages.RejectionsRequest
                 )
             )
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)
 
-    async def _check_owner(self, reader: OwnerLink) -> None:
+    async def _check_owner(self, owner_link: OwnerLink) -> None:
         """Check that the owner has not changed (rule 4); raises NotOwned."""
-        current_owner = await self._directory.owner_now(reader.partition_id)
-        if current_owner != reader.owner:
+        current_owner = await self._directory.read_current_owner(owner_link.partition_id)
+        if current_owner != owner_link.owner:
             raise errors.NotOwned(
-                f"{reader.owner.address} no longer owns partition {reader.partition_id}"
+                f"{owner_link.owner.address} no longer owns partition {owner_link.partition_id}"
             )
 
     async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
@@ -310,9 +312,9 @@ class OwnerRequests:
             LocalProtocolError: the server is older, and does not support this request.
         """
 
-        async def query(reader: OwnerLink) -> bool:
-            answer = await _request_answer(
-                reader,
+        async def query(owner_link: OwnerLink) -> bool:
+            answer = await _query_owner(
+                owner_link,
                 messages.ExpireResponse,
                 lambda req_id: messages.ExpireRequest(req_id, before, before_ms),
             )
@@ -339,9 +341,9 @@ class OwnerRequests:
             LocalProtocolError: the server is older, and does not support this request.
         """
 
-        async def query(reader: OwnerLink) -> messages.ObjectReplacementResponse:
-            return await _request_answer(
-                reader,
+        async def query(owner_link: OwnerLink) -> messages.ObjectReplacementResponse:
+            return await _query_owner(
+                owner_link,
                 messages.ObjectReplacementResponse,
                 lambda req_id: messages.ObjectReplacementRequest(req_id, name, first, last, token),
             )
@@ -351,8 +353,8 @@ class OwnerRequests:
     async def has_legacy_server(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether a 0.13 server owns any of these partitions now."""
 
-        async def query(reader: OwnerLink) -> bool:
-            return reader.link.is_legacy_server
+        async def query(owner_link: OwnerLink) -> bool:
+            return owner_link.link.is_legacy_server
 
         answers = await query_partitions(
             partition_ids,
@@ -405,21 +407,25 @@ class OwnerRequests:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
 
-    async def _fetch_range_from(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
-        if reader.link.is_legacy_server:
-            return chunk_of_records(query, await self._legacy_reads.read_range(reader, query))
-        answer = await _request_answer(
-            reader, messages.RangeData, lambda req_id: server_request(req_id, query)
+    async def _fetch_range_from(self, query: RangeQuery, owner_link: OwnerLink) -> RangeChunk:
+        if owner_link.link.is_legacy_server:
+            return chunk_from_legacy_records(
+                query, await self._legacy_reads.read_range(owner_link, query)
+            )
+        answer = await _query_owner(
+            owner_link, messages.RangeData, lambda req_id: range_request_of(req_id, query)
         )
-        return chunk_of_server(reader.partition_id, query, answer)
+        return chunk_from_server(owner_link.partition_id, query, answer)
 
     async def fetch_data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return a range of records that are known to be committed; only IDs and data are valid."""
 
-        async def query_owner(reader: OwnerLink) -> RangeChunk:
-            if reader.link.is_legacy_server:
-                return chunk_of_records(query, await self._legacy_reads.read_data(reader, query))
-            return await self._fetch_range_from(query, reader)
+        async def query_owner(owner_link: OwnerLink) -> RangeChunk:
+            if owner_link.link.is_legacy_server:
+                return chunk_from_legacy_records(
+                    query, await self._legacy_reads.read_data(owner_link, query)
+                )
+            return await self._fetch_range_from(query, owner_link)
 
         return await self._query_until_answered(partition_id, query_owner, is_bulk=True)
 
@@ -443,33 +449,34 @@ def _archived_range_in(answer: messages.ReplicasResponse) -> ArchivedRange | Non
     return ArchivedRange(first, last, answer.manifest, answer.manifest_crc)
 
 
-async def _request_answer(
-    reader: OwnerLink, answer: type[AnswerT], make_request: Callable[[ReqId], ClientMessage]
+async def _query_owner(
+    owner_link: OwnerLink, answer: type[AnswerT], make_request: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
-    timeout_s = reader.timeout_s
-    if reader.link.is_legacy_server:
+    timeout_s = owner_link.timeout_s
+    if owner_link.link.is_legacy_server:
         timeout_s = min(timeout_s, LEGACY_ANSWER_TIMEOUT_S.get(answer, timeout_s))
-    return await reader.link.request(
+    return await owner_link.link.request(
         answer,
         make_request,
         client_id=NO_CLIENT_ID,
-        partition_id=reader.partition_id,
+        partition_id=owner_link.partition_id,
         timeout_s=timeout_s,
     )
 
 
-async def _request_mark(reader: OwnerLink) -> TransactionId:
-    answer = await _request_answer(
-        reader, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest
+async def _request_mark(owner_link: OwnerLink) -> TransactionId:
+    answer = await _query_owner(
+        owner_link, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest
     )
-    return _checked_mark(reader, answer.high_water_mark)
+    return _checked_mark(owner_link, answer.high_water_mark)
 
 
-def _checked_mark(reader: OwnerLink, mark: int) -> TransactionId:
+def _checked_mark(owner_link: OwnerLink, mark: int) -> TransactionId:
     """Return a mark; raises NotOwned for the answer of a 0.13 server without a session."""
     if mark < BEFORE_FIRST:
         raise errors.NotOwned(
-            f"{reader.owner.address}: partition {reader.partition_id} has no open store session"
+            f"{owner_link.owner.address}: partition {owner_link.partition_id} has no open store "
+            "session"
         )
     return TransactionId(mark)
 

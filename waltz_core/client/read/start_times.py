@@ -24,7 +24,7 @@ UNSTAMPED_READS_MAX = 32
 StartSearch: TypeAlias = Generator[int, int, int]
 
 
-def first_since(
+def last_id_before_time(
     stamp_ms_of: Callable[[int], int], mark: int, since_ms: int, known_older_id: int = BEFORE_FIRST
 ) -> int:
     """Return the ID before the first transaction that may be committed at or after a time.
@@ -32,7 +32,7 @@ def first_since(
     The result is at most `mark`. `known_older_id` is the ID of a transaction that is known to be
     older, or -1.
     """
-    search = _search_start(mark, since_ms, known_older_id)
+    search = _search_last_id_before_time(mark, since_ms, known_older_id)
     try:
         transaction_id = next(search)
         while True:
@@ -41,14 +41,14 @@ def first_since(
         return int(end.value)
 
 
-async def async_first_since(
+async def async_last_id_before_time(
     stamp_ms_of: Callable[[int], Awaitable[int]],
     mark: int,
     since_ms: int,
     known_older_id: int = BEFORE_FIRST,
 ) -> int:
-    """Return the same as `first_since`; `stamp_ms_of` is awaited."""
-    search = _search_start(mark, since_ms, known_older_id)
+    """Return the same as `last_id_before_time`; `stamp_ms_of` is awaited."""
+    search = _search_last_id_before_time(mark, since_ms, known_older_id)
     try:
         transaction_id = next(search)
         while True:
@@ -57,8 +57,8 @@ async def async_first_since(
         return int(end.value)
 
 
-def _search_start(mark: int, since_ms: int, known_older_id: int) -> StartSearch:
-    """Search for the result of `first_since`.
+def _search_last_id_before_time(mark: int, since_ms: int, known_older_id: int) -> StartSearch:
+    """Search for the result of `last_id_before_time`.
 
     Commit stamps never decrease in a partition, so a binary search finds the ID. Transactions that
     a 0.13 server wrote have no stamp (0); they are known to be older only if a later transaction is

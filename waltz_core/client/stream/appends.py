@@ -55,7 +55,7 @@ GATHERING_S_MAX = 0.005
 # Delays before rows are sent again, in seconds. The second delay is for a full disk or a full
 # queue.
 RESEND_DELAY_S = 0.005
-RESEND_FULL_DELAY_S = 0.1
+RESEND_WHEN_FULL_DELAY_S = 0.1
 
 _TRANSIENT_ERRORS: dict[int, type[errors.WaltzError]] = {
     RowOutcomeCode.LOST: errors.SessionLost,
@@ -64,7 +64,7 @@ _TRANSIENT_ERRORS: dict[int, type[errors.WaltzError]] = {
     RowOutcomeCode.NO_SPACE: errors.NoSpace,
     RowOutcomeCode.OVERLOADED: errors.Overloaded,
 }
-_FULL_OUTCOMES = (RowOutcomeCode.NO_SPACE, RowOutcomeCode.OVERLOADED)
+_QUEUE_OR_DISK_FULL_OUTCOMES = (RowOutcomeCode.NO_SPACE, RowOutcomeCode.OVERLOADED)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _FlushGroup:
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
 
-_NO_GROUP = _FlushGroup()  # the group of a row that was not appended yet
+_NO_FLUSH_GROUP = _FlushGroup()  # the group of a row that was not appended yet
 
 
 class RowOutcome(NamedTuple):
@@ -123,7 +123,7 @@ class PendingRow:
         self.deadline_s = 0.0
         self.added_s = 0.0
         self.number = 0  # the position in the order of `append`
-        self.flush_group = _NO_GROUP
+        self.flush_group = _NO_FLUSH_GROUP
         # Whether the row is an attempt of a context. Then its future always returns a RowOutcome.
         # Otherwise the future returns the transaction ID, or raises an error.
         self.is_attempt = False
@@ -220,7 +220,7 @@ class AppendWindow:
         )
 
 
-Post: TypeAlias = Callable[[Submission], None]
+PostSubmission: TypeAlias = Callable[[Submission], None]
 
 
 class ReportOrder:
@@ -273,7 +273,7 @@ class Appends:
         self,
         partition_id: PartitionId,
         window: AppendWindow,
-        post: Post,
+        post: PostSubmission,
         *,
         batch_rows: int,
         batch_bytes: int,
@@ -469,7 +469,7 @@ class Appends:
 
     def _finish_batch(self, batch: _BatchSubmission, outcome: BatchOutcome) -> None:
         self._end_append(batch)
-        self.counts.count(outcome.reasons.tobytes(), self._loop.time() - batch.added_s)
+        self.counts.count_outcomes(outcome.reasons.tobytes(), self._loop.time() - batch.added_s)
         batch.finish(outcome)
 
     def on_rejected(self, token: int, error: errors.WaltzError) -> None:
@@ -477,7 +477,7 @@ class Appends:
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
             self._end_append(submission)
-            self.counts.fail(error, submission.row_count)
+            self.counts.count_error(error, submission.row_count)
             if not submission.future.done():
                 submission.future.set_exception(error)
         elif isinstance(error, errors.TooLarge) and len(submission) > 1:
@@ -486,7 +486,7 @@ class Appends:
             self._send_rows(submission[:middle])
             self._send_rows(submission[middle:])
         else:
-            self.counts.fail(error, len(submission))
+            self.counts.count_error(error, len(submission))
             for row in submission:
                 self._end_append(row)
                 if not row.future.done():
@@ -503,7 +503,7 @@ class Appends:
             self.on_rejected(token, error)
         for row in rows:
             self._end_append(row)
-            self.counts.fail(error, row.row_count)
+            self.counts.count_error(error, row.row_count)
             if not row.future.done():
                 row.future.set_exception(error)
         self._on_submission_finished()
@@ -540,11 +540,11 @@ class Appends:
                     error.pipelined_state = outcome.pipelined_state
                     error.conflicting = outcome.pipelined_state.mark
                 row.future.set_exception(error)
-        self.counts.count(bytes(final_reasons), now_s - rows[0].added_s)
+        self.counts.count_outcomes(bytes(final_reasons), now_s - rows[0].added_s)
         if resent_rows:
             self.counts.retried += len(resent_rows)
-            is_full = bool(np.isin(outcome.reasons, _FULL_OUTCOMES).any())
-            self._hold_rows(resent_rows, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
+            is_full = bool(np.isin(outcome.reasons, _QUEUE_OR_DISK_FULL_OUTCOMES).any())
+            self._hold_rows(resent_rows, RESEND_WHEN_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
     def _hold_rows(self, rows: Sequence[PendingRow], pause_s: float) -> None:
         """Send rows again after a pause, together with all other held rows, in order."""

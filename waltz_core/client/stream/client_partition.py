@@ -299,7 +299,7 @@ class ClientPartition:
                 self._spawn(self._open_link(effect), "link")
             case stream_events.StreamReady():
                 self._outage.note_success()
-                _complete_all(self._mount_waiters)
+                _complete_futures(self._mount_waiters)
             case stream_events.RequestClientId():
                 self._spawn(self._renew_client_id(), "client-id")
             case stream_events.StreamStopped():
@@ -331,7 +331,7 @@ class ClientPartition:
             if self.stream.needs_client_id:
                 identity = await services.ids.get(link, replaced_id=self.stream.client_id)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
-            self._driver.post(stream_events.LinkFailed(attempt, _as_retriable(error)))
+            self._driver.post(stream_events.LinkFailed(attempt, _as_retriable_error(error)))
             return
         if attempt != self.stream.attempt:
             return  # a later attempt has begun meanwhile
@@ -371,7 +371,7 @@ class ClientPartition:
         """Report whether the owner is unchanged, because a 0.13 server cannot prove this itself."""
         current_owner: Owner | None = None
         try:
-            current_owner = await self._services.directory.owner_now(self.partition_id)
+            current_owner = await self._services.directory.read_current_owner(self.partition_id)
         except errors.WaltzError as error:
             _log.info("client.owner_read_failed partition=%d error=%s", self.partition_id, error)
         on_result(current_owner == expected_owner)
@@ -438,7 +438,7 @@ class ClientPartition:
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
-        _complete_all(self._mark_waiters)
+        _complete_futures(self._mark_waiters)
         if self.applier is not None:
             self._spawn(self.applier.stop(error), "feed-stop")
 
@@ -466,7 +466,7 @@ def stream_settings(config: ClientConfig) -> StreamSettings:
     )
 
 
-def _as_retriable(error: Exception) -> errors.WaltzError:
+def _as_retriable_error(error: Exception) -> errors.WaltzError:
     """Convert a protocol error (the peer is no Waltz server) to Unreachable, for a retry."""
     if isinstance(error, errors.WaltzError) and not isinstance(error, errors.ProtocolError):
         return error
@@ -475,7 +475,7 @@ def _as_retriable(error: Exception) -> errors.WaltzError:
     )
 
 
-def _complete_all(waiting: MutableMapping[asyncio.Future[None], Any]) -> None:
+def _complete_futures(waiting: MutableMapping[asyncio.Future[None], Any]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(None)

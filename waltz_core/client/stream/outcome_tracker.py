@@ -55,7 +55,7 @@ _NO_ID_ARRAY.flags.writeable = _LOCK_ARRAY.flags.writeable = False
 AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
-Structured = npt.NDArray[np.void]
+StructuredArray = npt.NDArray[np.void]
 # A header of the feed: client ID, generation, partition, sequence number, application header.
 _FEED_HEADER_STRUCT = struct.Struct(">5i")
 assert _FEED_HEADER_STRUCT.size == FEED_HEADER_DTYPE.itemsize
@@ -197,7 +197,7 @@ class PendingSubmission:
         lost_outcome = BatchOutcome.all_rejected(
             self.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
         )
-        return _correct_outcome(lost_outcome, self.found_ids)
+        return _outcome_with_found_rows(lost_outcome, self.found_ids)
 
 
 class OutcomeTracker:
@@ -264,7 +264,7 @@ class OutcomeTracker:
         else:
             outcome = _decode_outcome(result, pending.submission.row_count)
         if pending.found_ids is not None:
-            outcome = _correct_outcome(outcome, pending.found_ids)
+            outcome = _outcome_with_found_rows(outcome, pending.found_ids)
         self.remove(pending)
         return pending, outcome
 
@@ -334,7 +334,7 @@ class OutcomeTracker:
         last = TransactionId(max(mount_mark for _, mount_mark in mark_ranges))
         return (first, last) if first <= last else None
 
-    def in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
+    def submissions_in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
         """Return final submissions whose rows in doubt may be below the log's first ID."""
         return [
             pending
@@ -344,7 +344,7 @@ class OutcomeTracker:
             and pending.known_outcome(BEFORE_FIRST) is None
         ]
 
-    def settle(
+    def take_final_outcomes(
         self, high_water_mark: TransactionId
     ) -> list[tuple[PendingSubmission, BatchOutcome]]:
         """Return the outcomes of all final submissions, after the log was read back (rule 4)."""
@@ -354,7 +354,7 @@ class OutcomeTracker:
                 pending.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
             )
             if pending.found_ids is not None:
-                outcome = _correct_outcome(outcome, pending.found_ids)
+                outcome = _outcome_with_found_rows(outcome, pending.found_ids)
             self.remove(pending)
             settled.append((pending, outcome))
         return settled
@@ -385,7 +385,7 @@ class OutcomeTracker:
             rows, ids = np.array(matches_by_position[position], dtype=np.int64).T
             _note_found_rows(self._pending[firsts[position]], rows, ids)
 
-    def _match(self, ids: I64, req_ids: Structured) -> None:
+    def _match(self, ids: I64, req_ids: StructuredArray) -> None:
         assert req_ids.dtype == REQ_ID_DTYPE
         if not self._pending:
             return
@@ -426,7 +426,7 @@ def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
         )
 
 
-def _correct_outcome(outcome: BatchOutcome, found_ids: I64) -> BatchOutcome:
+def _outcome_with_found_rows(outcome: BatchOutcome, found_ids: I64) -> BatchOutcome:
     """Return the outcome with a correction: rows that were found in the log are committed (rule 6).
 
     `found_ids` has the ID of each row, or -1.

@@ -480,7 +480,7 @@ class PartitionStream:
         self._continue_readback(now_ms, effects)
 
     def _become_ready(self, now_ms: int, effects: list[Effect]) -> None:
-        for pending, outcome in self._tracker.settle(self.high_water_mark):
+        for pending, outcome in self._tracker.take_final_outcomes(self.high_water_mark):
             self._avoid_link(pending)
             self._settle_submission(pending.submission, outcome, effects)
         assert len(self._tracker) == 0  # invariant 1
@@ -531,7 +531,9 @@ class PartitionStream:
         """The log begins after the rows to read back: their outcome is unknown."""
         if self._readback.on_before_log_start():
             self.failure = str(error)
-            for pending in self._tracker.in_doubt_below(TransactionId(error.first_available)):
+            for pending in self._tracker.submissions_in_doubt_below(
+                TransactionId(error.first_available)
+            ):
                 self._end_pending(pending, "because the log begins after them", effects)
             self._readback.begin(self._tracker.unresolved_range(), None)
         self._continue_readback(now_ms, effects)

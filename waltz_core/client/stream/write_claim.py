@@ -19,7 +19,7 @@ Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
 from collections.abc import Mapping
 
 from waltz_core.access.client_ids import ClientIdentity
-from waltz_core.client.links.write_requests import EnteredTask, RegistryUser, WriteRequests
+from waltz_core.client.links.write_requests import EnteredTask, RegistryClient, WriteRequests
 from waltz_core.cluster.write_registry import TaskState, WriteState, check_write_name
 from waltz_core.errors import ConnectionSuperseded, Unreachable
 
@@ -60,7 +60,7 @@ class TaskClaim:
         self._write_state: WriteState | None = None
         self._task: EnteredTask | None = None
 
-    async def open(self, user: RegistryUser) -> None:
+    async def open(self, user: RegistryClient) -> None:
         """Enter the write, unless the write is done.
 
         Raises:
@@ -140,7 +140,11 @@ class TaskClaim:
     async def other_clients(self) -> set[int]:
         """Return the client IDs of other tasks of the write: tasks that other runs have begun."""
         tasks = await self._open_writes().tasks(self.write, self.run)
-        return {client_id for task, client_id in tasks.others.items() if task != self.task}
+        return {
+            client_id
+            for task, client_id in tasks.client_ids_of_other_runs.items()
+            if task != self.task
+        }
 
     def _open_writes(self) -> WriteRequests:
         if self._writes is None:

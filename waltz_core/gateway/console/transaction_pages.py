@@ -32,7 +32,11 @@ from typing import Any, Final, NamedTuple
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, RangeForm
 from waltz_core.client.read.ranges import RangeChunk, RangeQuery
-from waltz_core.client.read.start_times import UNSTAMPED, async_first_since, async_stamp_ms_of
+from waltz_core.client.read.start_times import (
+    UNSTAMPED,
+    async_last_id_before_time,
+    async_stamp_ms_of,
+)
 from waltz_core.gateway.console.payload_text import decode_payload
 from waltz_core.gateway.request_parsing import check_integer
 from waltz_core.records import raw_records
@@ -148,7 +152,9 @@ async def first_transaction_at(
     while True:
         try:
             stamp_ms_of = partial(async_stamp_ms_of, client, partition)
-            last_older_id = await async_first_since(stamp_ms_of, ends.mark, time_ms, first - 1)
+            last_older_id = await async_last_id_before_time(
+                stamp_ms_of, ends.mark, time_ms, first - 1
+            )
         except errors.BeforeLogStart as error:
             first = _available_start_in(error, first)
             if first > ends.mark:

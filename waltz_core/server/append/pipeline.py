@@ -189,7 +189,7 @@ class AppendPipeline:
         self.rejections.drop_lost(min(last, submitted_last))
         for lost_batch in lost_batches:
             for pending in lost_batch.appends:
-                if pending.settle(min(last, submitted_last), self._loss_code):
+                if pending.mark_if_lost(min(last, submitted_last), self._loss_code):
                     self._mounts.require_remount(pending.req_id.client_id)
                 self._finish_part(pending, out)
             out.extend(BarrierReached(token) for token in lost_batch.waiting)

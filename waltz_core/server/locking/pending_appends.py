@@ -125,7 +125,7 @@ class PendingSingle:
         """
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
-    def settle(
+    def mark_if_lost(
         self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
     ) -> bool:
         """Mark the append as lost by rule 2, with the mark `last`; return whether it is lost."""
@@ -238,7 +238,7 @@ class PendingBatch:
         self.reasons[self.validated_count :] = reason
         self.on_rows_validated(self.ids.size)
 
-    def settle(
+    def mark_if_lost(
         self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
     ) -> bool:
         """Mark the rows of rule 2 as lost, with the mark `last`; return whether there are any."""
