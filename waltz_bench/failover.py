@@ -6,7 +6,7 @@ answer. They also check that no row is lost or duplicated.
 Rules:
     1. Every partition has its own writer. The writer sends a few rows at a time, and then pauses
        for a short time. A step lasts until all partitions have continued. The gap of a step is the
-       longest time in it between two acknowledgements in any partition.
+       longest time between two acknowledgements of the same partition during the step.
     2. If a row is reported as not in the log, it is sent again, as a user would do. If the log
        contains the row nevertheless, the check of the log reports a duplicate. Rows are identified
        by their content.

@@ -2,8 +2,8 @@
 
 Only the client with single appends is measured. Each greedy tenant is a separate process
 (`compared/tenant_load.py`). With `--tls`, the temporary cluster has access control and the greedy
-tenant has limits. If the tenant gets a separate connect string, it has the limits that the cluster
-sets for it.
+tenant has limits. If the tenant gets a separate connect string, the limits that its cluster has set
+for this tenant apply.
 
 Rules:
     1. Each of `ROUNDS` rounds measures each kind of greedy tenant. A round measures the client

@@ -386,7 +386,7 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The generation in the request is not the generation that the server owns.
+    """The generation in the request is not the generation of the partition at this server.
 
     The generation rises whenever the partition moves to another server.
 

@@ -8,8 +8,8 @@ Rules:
     3. The `Report`s of machines are counted in one metric, with the name of the report as the label
        `event`. The log line of a report has the same name.
     4. Each process, and in tests each daemon, has one object `Metrics`, which only one thread uses.
-       Between two requests of the page, counters are plain sums. Reason: each append increases five
-       counters, and for each increase, prometheus_client would lock a mutex.
+       Between two requests for the page, counters are plain sums. Reason: each append increases
+       five counters, and for each increase, prometheus_client would lock a mutex.
     5. The values of labels come from limited sets (partitions, replicas, reasons, principals with a
        grant), never from the input of clients.
 """

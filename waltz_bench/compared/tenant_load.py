@@ -1,9 +1,9 @@
 """The greedy tenants of the workload `flood`, and a cluster in which they have limits.
 
-Each tenant is a separate process, which pauses only if it must: `python -m
-waltz_bench.compared.tenant_load KIND CONNECT PAYLOAD_BYTES`. The process begins its load after one
-line of standard input, closes its connections after the next line, and so on. It exits at the end
-of standard input. Every second, it prints the total that it has received.
+Each tenant is a separate process: `python -m waltz_bench.compared.tenant_load KIND CONNECT
+PAYLOAD_BYTES`. The process pauses only if it must. It begins its load after one line of standard
+input, closes its connections after the next line, and so on. It exits at the end of standard input.
+Every second, it prints the total that it has received.
 
 Rules:
     1. `appender` keeps `IN_FLIGHT` batches in flight in each partition.

@@ -232,9 +232,10 @@ class ArchiveStore:
             self._files.delete_file(self._full_path(name))
 
     def move(self, name: str, target: str) -> None:
-        """Rename a file, durably. If the store is a directory, also rename a folder, in one step.
+        """Rename a file, durably.
 
-        If the store is a directory, an existing folder with files is not replaced.
+        If the store is a directory, `name` may also be a folder, which is renamed in one step. The
+        folder does not replace an existing folder with files.
 
         Raises:
             ObjectMissing, ArchiveUnavailable: by rule 4.

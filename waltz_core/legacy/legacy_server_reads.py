@@ -7,8 +7,8 @@ hash chain, because 0.13 does not store them.
 Rules:
     1. To read headers, a reader mounts the partition at a mark: a 0.13 server then feeds all
        transactions after this mark. Each reader has its own connection with its own client ID. No
-       other connection uses this client ID, and it writes nothing. While the reader pauses, unread
-       messages of the feed wait in the kernel's buffers.
+       other connection uses this client ID, and the reader writes nothing. While the reader pauses,
+       unread messages of the feed wait in the kernel's buffers.
     2. The data of a transaction is requested only if the feed has delivered its header, or if the
        caller knows that the transaction is committed. If a 0.13 server gets the request too early,
        it reports the transaction as missing, even later (docs/design/wire-format.md 2.6).

@@ -92,7 +92,7 @@ async def send_token(link: "Link", token: Token) -> None:
 def log_rejection(address: str, error: BaseException) -> None:
     """Log why a peer rejects the connection, at most once a minute for each reason.
 
-    The log line is necessary because the caller retries, and its own caller may time out earlier.
+    The log line is necessary: the caller retries, and a timeout further up may hide the reason.
     """
     reason = str(error).removeprefix(f"{address}: ")
     if isinstance(error, TlsFailed):

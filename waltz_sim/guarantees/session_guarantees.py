@@ -87,7 +87,7 @@ class SessionGuarantees:
         self.claims: dict[SessionId, ClaimedMetadata] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # since the second compare-and-set
         # The end of the log at the second compare-and-set. An owner that opens late is fenced, and
-        # must cover only the log up to this end.
+        # need not cover the log after this end.
         self._last_at_open: dict[SessionId, int] = {}
         self.ever_engaged: dict[SessionId, dict[str, None]] = {}
         self.engaged_now: dict[str, None] = {}

@@ -267,9 +267,9 @@ class ChangeFeed:
     def _with_previous_payloads(
         self, changes: _Changes, step: _FeedStep
     ) -> tuple[list[pa.Array], npt.NDArray[np.int64]]:
-        """Return the payload columns with the previous payloads after them, and the indexes.
+        """Return the payload columns, with the previous payloads appended, and `previous_indexes`.
 
-        The second result is `previous_indexes`, without the previous payloads that are unreadable.
+        If a previous payload is unreadable, its index is replaced by `_NO_ROW`.
         """
         before = np.array(step.previous_indexes, np.int64)
         if not step.previous_rows:

@@ -3,8 +3,8 @@
 A start by time requires requests to the log or to its archive.
 
 Transactions below the first available ID of the log have expired from the archive. A read that
-requests such transactions is data loss. Data loss is an error unless the options allow it. The
-cases are:
+requests such transactions is data loss. Data loss is an error unless the options allow it. There is
+data loss in these cases:
 - a start before the first available ID,
 - requested IDs below the first available ID,
 - a user-specified end below the first available ID, if the read begins at the beginning of the log.
