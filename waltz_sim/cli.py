@@ -24,16 +24,16 @@ from waltz_sim.coverage import Coverage
 from waltz_sim.faults.kinds import KINDS
 from waltz_sim.report import format_report
 from waltz_sim.run import RunVerdict, ScheduleGenerator, run, run_seed
-from waltz_sim.schedule import STEPS, Schedule
+from waltz_sim.schedule import DEFAULT_STEPS_MAX, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
 
 DESCRIPTION = "For each seed, run a simulation with injected faults, and check every guarantee."
 INTERRUPTED_EXIT_CODE = 130
-SEEDS = 300
+DEFAULT_SEED_COUNT = 300
 SEED_MAX = (1 << 63) - 1
-SHRUNK_MAX = 3  # the number of failing seeds in one run whose schedules are shortened
-SHRINK_S = 60.0
+SHRUNK_SEEDS_MAX = 3  # the number of failing seeds in one run whose schedules are shortened
+SHRINK_S_MAX = 60.0
 TEXT_CHARACTERS_MAX = 2_000
 
 
@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_options(command: argparse.ArgumentParser) -> None:
     runs = command.add_mutually_exclusive_group()
     runs.add_argument(
-        "--seeds", type=int, metavar="N", help=f"run this number of seeds [default: {SEEDS}]"
+        "--seeds",
+        type=int,
+        metavar="N",
+        help=f"run this number of seeds [default: {DEFAULT_SEED_COUNT}]",
     )
     runs.add_argument("--seed", type=int, metavar="S", help="run only this seed")
     runs.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule from a file")
@@ -68,7 +71,8 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="K",
-        help=f"repair all faults of a run after this number of steps [default: {STEPS}]",
+        help="repair all faults of a run after this number of steps "
+        f"[default: {DEFAULT_STEPS_MAX}]",
     )
     command.add_argument("--rough", action="store_true", help="also inject repeated disk faults")
     command.add_argument(
@@ -91,7 +95,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.schedule is not None:
         return _run_one(_read_schedule(arguments.schedule), arguments)
     if arguments.seed is not None:
-        return _run_one(_generator(arguments).schedule_of(arguments.seed), arguments)
+        return _run_one(_create_generator(arguments).schedule_of(arguments.seed), arguments)
     return _run_many(arguments)
 
 
@@ -122,8 +126,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise BadConfig(f"--{name} requires --seeds; it cannot be used for one run")
 
 
-def _generator(arguments: argparse.Namespace) -> ScheduleGenerator:
-    steps_max = STEPS if arguments.steps is None else int(arguments.steps)
+def _create_generator(arguments: argparse.Namespace) -> ScheduleGenerator:
+    steps_max = DEFAULT_STEPS_MAX if arguments.steps is None else int(arguments.steps)
     return ScheduleGenerator(steps_max, is_rough=arguments.rough)
 
 
@@ -180,7 +184,7 @@ def _shorten_text(text: str) -> str:
 
 def _write_shortened(verdict: RunVerdict) -> Path:
     """Write a shortened schedule into the working directory, and print the replay command."""
-    shrunk = shrink(verdict, is_out_of_time=_deadline(SHRINK_S))
+    shrunk = shrink(verdict, is_out_of_time=_deadline(SHRINK_S_MAX))
     path = Path(f"waltz-seed-{verdict.schedule.seed}.json")
     try:
         path.write_text(shrunk.schedule.to_json() + "\n", encoding="utf-8")
@@ -212,9 +216,9 @@ def _run_many(arguments: argparse.Namespace) -> int:
         if first is None:
             first = secrets.randbelow(1 << 40)
     elif seed_count is None:
-        seed_count = SEEDS
+        seed_count = DEFAULT_SEED_COUNT
     first = first or 0
-    generator = _generator(arguments)
+    generator = _create_generator(arguments)
     print_error(f"seeds from {first} on, {jobs} processes")
     began_s = time.monotonic()
     sums = Coverage()
@@ -287,7 +291,7 @@ def _print_failures(sums: Coverage, generator: ScheduleGenerator) -> dict[int, P
     for failure in sums.failures:
         print_error(f"seed {failure.seed} broke {failure.rule}: {_shorten_text(failure.text)}")
         print_error(f"  {generator.command(failure.seed)}")
-        if len(files) < SHRUNK_MAX:
+        if len(files) < SHRUNK_SEEDS_MAX:
             files[failure.seed] = _write_shortened(run_seed(failure.seed, generator))
     return files
 

@@ -56,10 +56,16 @@ if TYPE_CHECKING:
 _NAME_PATTERN: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN_PATTERN: Final = re.compile(r"\b[0-9a-f]{32}\b")
 # Actions of single replicas (rule 2), each with the word before its IDs.
-_VERBS: Final = {"fenced": "with", "truncated": "to", "copied": "", "repaired": "", "marked": "at"}
-_WRITTEN: Final = "ZooKeeper has"
+_WORD_BEFORE_IDS: Final = {
+    "fenced": "with",
+    "truncated": "to",
+    "copied": "",
+    "repaired": "",
+    "marked": "at",
+}
+_METADATA_PREFIX: Final = "ZooKeeper has"
 # Reports that are milestones. All other reports have consequences that are milestones.
-_REPORTS: Final[dict[str, str]] = {
+_TEXT_BY_REPORT: Final[dict[str, str]] = {
     "replica.untrusted": "{replica} is not trusted",
     "replica.rejected": "{replica} is rejected: {reason}",
     "replica.source_unusable": "{replica} cannot supply records to {target}: {reason}",
@@ -93,7 +99,7 @@ class MilestoneRecorder(Checks):
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}
-        self._added_once: dict[object, None] = {}  # rule 5
+        self._keys_added_once: dict[object, None] = {}  # rule 5
         self._replica_actions: dict[str, list[tuple[str, int, int]]] = {}  # by replica
         self._outcomes: dict[str, list[int]] = {}
 
@@ -101,18 +107,18 @@ class MilestoneRecorder(Checks):
 
     def take_lines(self) -> list[str]:
         """Return the lines of all milestones since the last call."""
-        self._add_collected()
+        self._add_replica_actions()
         if not self.names_ids:
             self._add_outcomes()
         lines, self.lines = self.lines, []
-        self._added_once.clear()
+        self._keys_added_once.clear()
         return lines
 
     def add_milestone(self, text: str) -> None:
         """Record a milestone of the partition."""
         line = use_scenario_names(text)
         if self._is_new(line):
-            self._add_collected()
+            self._add_replica_actions()
             self.lines.append(line)
         self.on_milestone(line)
 
@@ -128,17 +134,19 @@ class MilestoneRecorder(Checks):
 
     def _is_new(self, key: object) -> bool:
         """Return whether a line is new in this session and this step; remember it (rule 5)."""
-        if key in self._added_once:
+        if key in self._keys_added_once:
             return False
-        self._added_once[key] = None
+        self._keys_added_once[key] = None
         self.last_added_us = self.world.now_us
         return True
 
-    def _add_collected(self) -> None:
+    def _add_replica_actions(self) -> None:
         collected, self._replica_actions = self._replica_actions, {}
         by_deeds: dict[str, list[str]] = {}
         for name, actions in sorted(collected.items()):
-            parts = [f"{verb} {_VERBS[verb]} {self.format_ids(*ids)}" for verb, *ids in actions]
+            parts = [
+                f"{verb} {_WORD_BEFORE_IDS[verb]} {self.format_ids(*ids)}" for verb, *ids in actions
+            ]
             text = ", ".join(" ".join(part.split()) for part in parts)
             by_deeds.setdefault(text, []).append(name)
         self.lines += [f"{' '.join(names)}: {text}" for text, names in by_deeds.items()]
@@ -167,7 +175,7 @@ class MilestoneRecorder(Checks):
             else:
                 self.lines.append(f"reported: {len(ids)} {outcome}")
 
-    def add_written(self, *, is_complete: bool) -> None:
+    def add_write_outcomes(self, *, is_complete: bool) -> None:
         """Record the outcomes of continuous writes in one line."""
         outcomes, self._outcomes = self._outcomes, {}
         bad = sorted(outcome for outcome in outcomes if outcome not in {"in the log", "LOST"})
@@ -235,17 +243,19 @@ class MilestoneRecorder(Checks):
         now = [name for name, state in after.states.items() if state == (session, UNRESOLVED)]
         if already:
             joined = [use_scenario_names(name) for name in now if name not in already]
-            self.add_milestone(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
+            self.add_milestone(
+                f"{_METADATA_PREFIX} {' '.join(sorted(joined))} in session {session}, too"
+            )
             return
         parts = [f"{' '.join(sorted(map(use_scenario_names, now)))} in session {session}"]
         parts += [
-            self._format_closed(use_scenario_names(name), state)
+            self._format_closed_replica(use_scenario_names(name), state)
             for name, state in sorted(after.states.items())
             if name not in now
         ]
-        self.add_milestone(f"{_WRITTEN} {', '.join(parts)}")
+        self.add_milestone(f"{_METADATA_PREFIX} {', '.join(parts)}")
 
-    def _format_closed(self, name: str, state: ReplicaState) -> str:
+    def _format_closed_replica(self, name: str, state: ReplicaState) -> str:
         last = state.closing_high_water_mark
         if state.session_id == NO_SESSION:
             return f"{name} new with {self.format_ids(0, last)} to copy"
@@ -259,23 +269,25 @@ class MilestoneRecorder(Checks):
         fields = dict(report.fields)
         match report.name:
             case "session.claimed":
-                self._added_once.clear()
+                self._keys_added_once.clear()
                 origin = str(fields["origin"])
                 how_claimed = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
                 self.add_milestone(f"{name} claims session {fields['session']}{how_claimed}")
             case "recovery.decided":
                 mark = fields["mark"]
                 assert isinstance(mark, int)
-                untrusted = self._format_untrusted(fields["untrusted"])
+                untrusted = self._format_untrusted_replicas(fields["untrusted"])
                 self.add_milestone(f"decided: {self.format_ids(0, mark)} {untrusted}")
             case "recovery.waiting":
-                self.add_milestone(f"undecidable {self._format_untrusted(fields['untrusted'])}")
-            case known if known in _REPORTS:
-                self.add_milestone(_REPORTS[known].format(**fields))
+                self.add_milestone(
+                    f"undecidable {self._format_untrusted_replicas(fields['untrusted'])}"
+                )
+            case known if known in _TEXT_BY_REPORT:
+                self.add_milestone(_TEXT_BY_REPORT[known].format(**fields))
             case _:
                 pass
 
-    def _format_untrusted(self, unknown: object) -> str:
+    def _format_untrusted_replicas(self, unknown: object) -> str:
         assert isinstance(unknown, tuple)
         names = sorted(map(use_scenario_names, unknown))
         return f"without {' '.join(names)}" if names else "by all"
@@ -294,13 +306,15 @@ class MilestoneRecorder(Checks):
                 case session_events.SessionClosed(session_id=session, reason=reason):
                     self.add_milestone(f"session {session} ends: {reason}")
                 case session_events.SessionSettled():
-                    self._add_settled(store, effect)
+                    self._add_settled_session(store, effect)
                 case session_events.OwnershipReleased(reason=reason):
                     self.add_milestone(f"{server.name} releases the partition: {reason}")
                 case _:
                     pass
 
-    def _add_settled(self, store: "PartitionStore", effect: session_events.SessionSettled) -> None:
+    def _add_settled_session(
+        self, store: "PartitionStore", effect: session_events.SessionSettled
+    ) -> None:
         assert store.session is not None
         range_in_doubt = store.session.claim.in_doubt
         if range_in_doubt is None:

@@ -13,7 +13,7 @@ from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.faults import kinds as faults
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.guarantees.history import Violation
-from waltz_sim.schedule import STEPS, Schedule, schedule_of
+from waltz_sim.schedule import DEFAULT_STEPS_MAX, Schedule, schedule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ScheduleGenerator:
     of `kinds.py`.
     """
 
-    steps_max: int = STEPS
+    steps_max: int = DEFAULT_STEPS_MAX
     is_rough: bool = False
 
     def schedule_of(self, seed: int) -> Schedule:
@@ -62,7 +62,7 @@ class ScheduleGenerator:
     def options(self) -> str:
         """The command-line options of this generator, each with a space before it."""
         rough = " --rough" if self.is_rough else ""
-        return rough + ("" if self.steps_max == STEPS else f" --steps {self.steps_max}")
+        return rough + ("" if self.steps_max == DEFAULT_STEPS_MAX else f" --steps {self.steps_max}")
 
     def command(self, seed: int) -> str:
         """Return the command that replays a seed."""
@@ -89,7 +89,7 @@ def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False)
         cluster.world.notes = deque(cluster.world.notes)
     rule, text = None, ""
     try:
-        faults.plan(cluster, schedule)
+        faults.plan_faults(cluster, schedule)
         cluster.start_clients()
         setup = schedule.setup
         cluster.world.run(setup.duration_ms * US_PER_MS, steps_max=setup.steps_max)

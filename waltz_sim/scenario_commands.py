@@ -163,7 +163,7 @@ class ScenarioRunner:
         """Cut a storage's power until `start`: the storage stays down, and loses unsynced data."""
         storage = self._storage(name)
         self.cluster.kept_down[storage.name] = None
-        storage.lose_power(Survival.NOTHING, with_lies=True)
+        storage.lose_power(Survival.NOTHING, loses_ignored_syncs=True)
 
     def start(self, name: str) -> None:
         """Start a process that was killed or lost its power."""
@@ -200,7 +200,7 @@ class ScenarioRunner:
         """Cut a server off from ZooKeeper only; its ZooKeeper session expires after a while."""
         server = self._process(name)
         assert isinstance(server, SimServer)
-        self.cluster.coordinator.cut_off[server.name] = None
+        self.cluster.coordinator.cut_off_servers[server.name] = None
         self.cluster.coordinator.watch_server(server)
 
     def hold_messages(self) -> None:
@@ -223,7 +223,7 @@ class ScenarioRunner:
     def repair_network(self) -> None:
         """Remove all blocks in the network, also those from ZooKeeper."""
         self.cluster.network.repair()
-        self.cluster.coordinator.cut_off.clear()
+        self.cluster.coordinator.cut_off_servers.clear()
 
     def set_clock(self, name: str, sign: str) -> None:
         """Move the wall clock of a process by one hour, "back" or "forward"."""
@@ -378,7 +378,7 @@ class ScenarioRunner:
         is_done = self.cluster.world.run(
             STEP_MS_MAX * US_PER_MS, until=lambda: not self.cluster.workload.pending_count
         )
-        self.recorder.add_written(is_complete=is_done)
+        self.recorder.add_write_outcomes(is_complete=is_done)
 
     def _write(self) -> None:
         if self._is_writing:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT: Final = 1
 DURATION_MS: Final = 6_000
-STEPS: Final = 2_000
+DEFAULT_STEPS_MAX: Final = 2_000
 ARCHIVE_SHARE: Final = 0.25
 UNBOUNDED_ARCHIVE_SHARE: Final = 0.08
 
@@ -76,7 +76,7 @@ class Setup:
     context_clients: int = 0  # the number of further clients; they run contexts with their own view
     has_new_owner_ids: bool = False  # a restarted server has a new owner ID, as in production
     duration_ms: int = DURATION_MS
-    steps_max: int = STEPS
+    steps_max: int = DEFAULT_STEPS_MAX
     is_unbounded: bool = (
         False  # losses may affect any number of replicas, and ZooKeeper (data_loss_budget.py)
     )

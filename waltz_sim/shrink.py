@@ -55,7 +55,7 @@ def shrink(
     assert verdict.rule is not None
     search = _Search(verdict, runs_max, is_out_of_time, run_one)
     search.shorten()
-    return ShrunkSchedule(search.best.schedule, search.best, search.run_count)
+    return ShrunkSchedule(search.best_verdict.schedule, search.best_verdict, search.run_count)
 
 
 class _Search:
@@ -64,22 +64,22 @@ class _Search:
     def __init__(
         self, verdict: RunVerdict, runs_max: int, is_out_of_time: Callable[[], bool], run_one: Run
     ) -> None:
-        self.best = verdict
+        self.best_verdict = verdict
         self.run_count = 0
         self._rule = verdict.rule
         self._runs_max = runs_max
         self._is_out_of_time = is_out_of_time
-        self._run = run_one
+        self._run_one = run_one
 
     @property
     def _faults(self) -> tuple[Fault, ...]:
-        return self.best.schedule.faults
+        return self.best_verdict.schedule.faults
 
     def shorten(self) -> None:
         """Shorten the schedule, until a whole round brings no improvement."""
         size = None
-        while size != _size_of(self.best.schedule) and not self._is_over():
-            size = _size_of(self.best.schedule)
+        while size != _size_of(self.best_verdict.schedule) and not self._is_over():
+            size = _size_of(self.best_verdict.schedule)
             self._shorten_time()
             self._remove_faults()
             self._reduce_setup()
@@ -92,16 +92,16 @@ class _Search:
         if self._is_over():
             return False
         self.run_count += 1
-        verdict = self._run(candidate)
+        verdict = self._run_one(candidate)
         if verdict.rule != self._rule:
             return False
-        self.best = verdict
+        self.best_verdict = verdict
         return True
 
     def _shorten_time(self) -> None:
         """Shorten the time in which faults occur; remove the faults after it."""
-        failed_ms = self.best.virtual_ms + 1
-        schedule = self.best.schedule
+        failed_ms = self.best_verdict.virtual_ms + 1
+        schedule = self.best_verdict.schedule
         if failed_ms < schedule.setup.duration_ms:
             self._try_candidate(_with_duration(schedule, failed_ms))
         elif schedule.faults:
@@ -110,22 +110,24 @@ class _Search:
             last_ms = schedule.faults[-1].at_us // 1_000 + 1
             if last_ms < schedule.setup.duration_ms:
                 self._try_candidate(_with_duration(schedule, last_ms))
-        duration_ms = self.best.schedule.setup.duration_ms
+        duration_ms = self.best_verdict.schedule.setup.duration_ms
         step_ms = duration_ms // 2
         while step_ms >= DURATION_MS_MIN and not self._is_over():
-            if self._try_candidate(_with_duration(self.best.schedule, duration_ms - step_ms)):
+            if self._try_candidate(
+                _with_duration(self.best_verdict.schedule, duration_ms - step_ms)
+            ):
                 duration_ms -= step_ms
             step_ms = min(step_ms, duration_ms) // 2
 
     def _remove_faults(self) -> None:
         """Remove groups of faults, first large groups and at last single faults (ddmin)."""
-        if self._faults and self._try_candidate(self.best.schedule.with_faults(())):
+        if self._faults and self._try_candidate(self.best_verdict.schedule.with_faults(())):
             return
         group_count = 2
         while len(self._faults) > 1 and not self._is_over():
             if any(
                 self._try_candidate(candidate)
-                for candidate in _without_groups(self.best, group_count)
+                for candidate in _without_groups(self.best_verdict, group_count)
             ):
                 group_count = max(2, group_count - 1)
             elif group_count >= len(self._faults):
@@ -137,9 +139,9 @@ class _Search:
         """Reduce the sizes of the world, one after the other."""
         for name, values in SMALLER_SETUPS:
             for value in values:
-                if value >= getattr(self.best.schedule.setup, name):
+                if value >= getattr(self.best_verdict.schedule.setup, name):
                     break
-                if self._try_candidate(self.best.schedule.with_setup(**{name: value})):
+                if self._try_candidate(self.best_verdict.schedule.with_setup(**{name: value})):
                     break
 
 

@@ -96,7 +96,7 @@ def _run_all(
     with (
         _deferred_interrupts() as raise_deferred,
         ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare_process) as pool,
-        _ended_early(),
+        _children_end_on_failure(),
     ):
         with _children_ignore_interrupts():
             pending: set[Future[Coverage]] = {
@@ -133,7 +133,7 @@ def _deferred_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _ended_early() -> Iterator[None]:
+def _children_end_on_failure() -> Iterator[None]:
     """Terminate the processes that were started inside the block if the block fails."""
     others = active_children()
     try:

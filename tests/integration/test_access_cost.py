@@ -40,7 +40,7 @@ def test_limits_hold_for_greedy_tenants_of_each_kind(
     monkeypatch.setattr(flood, "START_S", 0.1)
     # The appender's first batch uses the rate of many seconds, so the next batch is over the limit.
     limits = dataclasses.replace(tenant_load.GREEDY_LIMITS, bytes_per_s=5_000)
-    monkeypatch.setattr(tenant_load, "LIMITS", limits)
+    monkeypatch.setattr(tenant_load, "GREEDY_LIMITS", limits)
     with tenant_load.limited_tenants(file) as (cluster, moderate, greedy):
         load = BenchLoad(
             moderate, 64, 1, batch=None, seconds=0.6, in_flight=1, rows=5_000, flood_connect=greedy

@@ -100,7 +100,7 @@ def run(seed):
 
 
 def admin_connection(cluster, schedule):
-    faults.plan(cluster, schedule)
+    faults.plan_faults(cluster, schedule)
     cluster.start_clients()
     hands = OperatorRequests(cluster, Random(schedule.seed))
     setup = schedule.setup

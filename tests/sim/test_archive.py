@@ -262,7 +262,7 @@ def test_all_objects_expire_while_outcomes_are_unknown():
     world = World(expires=True, clients=4)
     world.wait_for("archived", 3)
     assert archive_faults.expire_rows_in_doubt(world.cluster, Random(2))
-    assert world.cluster.coordinator.cut_off
+    assert world.cluster.coordinator.cut_off_servers
     world.wait_for("archived objects expired", 2)
     world.cluster.run_until_recovered()
 

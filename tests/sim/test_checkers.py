@@ -22,7 +22,7 @@ from waltz_sim.cluster.simulated_archive import StoredFile
 from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.guarantees.history import BatchNode, HistoryRow, Violation, data_of_record, make_data
 from waltz_sim.guarantees.ledger import CheckedTransaction, Ledger, RowKind
-from waltz_sim.guarantees.limit_guarantees import CLAIMS_MAX, DIALS_MAX
+from waltz_sim.guarantees.limit_guarantees import CLAIMS_PER_S_MAX, DIALS_PER_S_MAX
 from waltz_sim.guarantees.replica_guarantees import segments_of
 from waltz_sim.guarantees.required_states import REQUIRED_STATES, missing_states
 from waltz_sim.schedule import Schedule, Setup
@@ -52,7 +52,7 @@ class World:
         self.client = self.cluster.clients[0]
         self.link = next(iter(self.client.links.values()))
         assert self.history.last > 10
-        assert len(self.sessions.opened) == 1
+        assert len(self.sessions.opened_sessions) == 1
 
     def report_answer(self, message) -> None:
         """Report that the owner sends a message to the first client."""
@@ -201,10 +201,10 @@ def test_engaged_only_detects_a_replica_that_is_engaged_before_the_write_to_zook
 @pytest.mark.parametrize(("field", "back"), [("promised", 1), ("last_session", 1)])
 def test_promise_mono_detects_a_promise_that_decreases(world, field, back):
     name = world.storage.name
-    world.checks.replicas._check_durable(name, world.storage.log)
-    before = world.checks.replicas.durable[name]
+    world.checks.replicas._check_durable_values(name, world.storage.log)
+    before = world.checks.replicas.durable_values[name]
     ahead = before._replace(**{field: getattr(before, field) + back})
-    world.checks.replicas.durable[name] = ahead
+    world.checks.replicas.durable_values[name] = ahead
     with fails("PromiseMono"):
         world.checks.on_log_opened(world.storage, world.storage.log)
 
@@ -291,8 +291,8 @@ def test_the_decision_covers_the_records_that_an_unknown_replica_may_have(world)
     world.report_prepared(session, "storage1:1", 1_000)
     with fails("DecisionCovers"):
         world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=session)
-    assert world.sessions.decided[session].mark_min == 2_000
-    assert world.sessions.decided[session].unknown_count == 1
+    assert world.sessions.decided_marks[session].mark_min == 2_000
+    assert world.sessions.decided_marks[session].unknown_count == 1
 
 
 def test_decision_covers_detects_a_mark_below_the_log(world):
@@ -709,16 +709,16 @@ def follower_behind_a_writer(world):
 def test_followed_detects_a_predecessor_that_the_client_did_not_get(world):
     chain, operation, outcome = follower_behind_a_writer(world)
     with fails("Followed"):
-        world.checks.outcomes._check_followed(operation, chain, world.history.last)
+        world.checks.outcomes._check_dependent_append(operation, chain, world.history.last)
     operation.predecessors = (outcome,)
-    world.checks.outcomes._check_followed(operation, chain, world.history.last)
+    world.checks.outcomes._check_dependent_append(operation, chain, world.history.last)
 
 
 def test_followed_detects_a_wrong_predecessor(world):
     chain, operation, (position, _) = follower_behind_a_writer(world)
     operation.predecessors = ((position, (9, 9)),)
     with fails("Followed"):
-        world.checks.outcomes._check_followed(operation, chain, world.history.last)
+        world.checks.outcomes._check_dependent_append(operation, chain, world.history.last)
 
 
 def checked(ledger, number, mark, *things):
@@ -960,7 +960,7 @@ def test_converged_detects_a_stream_that_has_ended(world):
 
 
 def test_bounded_detects_too_many_tries(world):
-    for _ in range(DIALS_MAX - 1):
+    for _ in range(DIALS_PER_S_MAX - 1):
         world.checks.on_dial("one", "another")
     world.cluster.world.now_us += 500 * US_PER_MS
     world.checks.on_dial("one", "another")
@@ -969,7 +969,7 @@ def test_bounded_detects_too_many_tries(world):
     world.cluster.world.now_us += 600 * US_PER_MS
     world.checks.on_dial("one", "another")
     with fails("Bounded"):
-        for _ in range(CLAIMS_MAX + 1):
+        for _ in range(CLAIMS_PER_S_MAX + 1):
             world.report_effects(session_events.ReadMetadata(1))
 
 

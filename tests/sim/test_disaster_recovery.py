@@ -60,7 +60,7 @@ def lost_end():
     cluster.kept_down[b.name] = None
     b.kill()
     a.trusts_fsync = False
-    a.lose_power(Survival.NOTHING, with_lies=True)
+    a.lose_power(Survival.NOTHING, loses_ignored_syncs=True)
     a.disk.stop_lying()
     cluster.budget.record_loss(a)
     cluster.kept_down.pop(c.name)

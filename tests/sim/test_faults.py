@@ -333,7 +333,7 @@ def test_a_stranded_owner_stays_open_while_a_new_owner_replaces_it(seed, kept_co
     assert all((new.name, name) in blocked for name in reachable)
     repair_and_count(cluster)
     assert not cluster.network.blocked
-    assert not cluster.coordinator.cut_off
+    assert not cluster.coordinator.cut_off_servers
 
 
 def test_a_stranded_owner_reports_no_old_mark():
@@ -346,7 +346,7 @@ def test_a_stranded_owner_reports_no_old_mark():
 def test_the_only_server_is_not_stranded():
     cluster = cluster_of(servers=1)
     assert not zookeeper_faults.strand_owner(cluster, Random(1))
-    assert not cluster.coordinator.cut_off
+    assert not cluster.coordinator.cut_off_servers
 
 
 def test_delayed_watches_are_coalesced_and_lead_to_the_latest_assignment():

@@ -256,7 +256,7 @@ class Checks(CheckerState):
 
     def on_client_subscribed(self, client: "SimClient") -> None:
         """Called when a client subscribes to the feed."""
-        self.outcomes.followers[client.name] = client
+        self.outcomes.feed_clients[client.name] = client
 
     def on_client_sent(
         self, client: "SimClient", link: "SimLink", message: "ClientMessage"
@@ -313,7 +313,7 @@ class Checks(CheckerState):
         for operation in history.operations.values():
             if not operation.outcome:
                 self.fail("Converged", f"the outcome of {operation} was never reported")
-        for client in self.outcomes.followers.values():
+        for client in self.outcomes.feed_clients.values():
             if client.fed_last != last:
                 self.fail("Converged", f"{client.name} was fed up to {client.fed_last}, not {last}")
         self._replay()

@@ -77,14 +77,14 @@ class DisasterRecovery:
         self._peer = SimPeer(cluster, f"operator{cluster.disaster_recovery_count}")
         self._loop = create_loop(self._peer)
         self._on_decision = on_decision
-        self._accepted = accepted
+        self._accepted_replica = accepted
         self._planned_death = dies_after
         self._may_lose_archived = may_lose_archived
         self._versions = (0, 0)
         self._nonce = self._peer.rng.randbytes(16)
         self._partition_id = PartitionId(cluster.partition_id)
         self._session_id: SessionId = NO_SESSION
-        self._received: dict[ReplicaId, StorageMessage | None] = {}
+        self._answers: dict[ReplicaId, StorageMessage | None] = {}
         self._loop.run_inside(
             lambda: self._loop.create_task(self._run_command(), name="disaster recovery")
         )
@@ -113,7 +113,7 @@ class DisasterRecovery:
         for _ in range(ATTEMPTS_MAX):
             self._claim_session(newest)
             await self._query_storages()
-            nacks = [each for each in self._received.values() if isinstance(each, Nack)]
+            nacks = [each for each in self._answers.values() if isinstance(each, Nack)]
             newest = SessionId(max((nack.promised for nack in nacks), default=NO_SESSION))
             if newest < self._session_id:
                 return await self._decide()
@@ -125,7 +125,7 @@ class DisasterRecovery:
         metadata = coordinator.metadata
         known = NO_SESSION if metadata is None else metadata.session_id
         self._session_id = SessionId(max(known, newest) + 1)
-        if self._accepted is None:
+        if self._accepted_replica is None:
             return
         is_known = metadata is not None and metadata.states and coordinator.marker is not None
         if not is_known or coordinator.is_unavailable:
@@ -138,15 +138,15 @@ class DisasterRecovery:
     async def _query_storages(self) -> None:
         """In the session, query the log of each storage that is assigned or known to ZooKeeper."""
         metadata = self._cluster.coordinator.metadata
-        held = () if self._accepted is None or metadata is None else metadata.states
+        held = () if self._accepted_replica is None or metadata is None else metadata.states
         members = dict.fromkeys([*self._cluster.replicas, *held])
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
         answering_links = {member: self._send(member, [prepare]) for member in members}
-        self._received = {}
+        self._answers = {}
         for replica, answering in answering_links.items():
             answers = await answering
-            self._received[replica] = answers[0] if answers else None
+            self._answers[replica] = answers[0] if answers else None
 
     def _send(
         self, replica: ReplicaId, requests: "Sequence[StorageMessage]"
@@ -160,32 +160,35 @@ class DisasterRecovery:
 
     async def _decide(self) -> RebuildDecision:
         prepared = {
-            each: answer for each, answer in self._received.items() if isinstance(answer, Prepared)
+            each: answer for each, answer in self._answers.items() if isinstance(answer, Prepared)
         }
         logs = {each: _reported_log(answer) for each, answer in prepared.items()}
-        if self._accepted is None:
+        if self._accepted_replica is None:
             decision = rebuilding.choose_log(
                 self._partition_id,
                 logs,
                 groups={},
                 replica_count=len(self._cluster.replicas),
-                unanswered=[each for each in self._received if each not in prepared],
+                unanswered=[each for each in self._answers if each not in prepared],
             )
         else:
             self._die_if_planned_after("fence")
-            if self._accepted == BEST_REPLICA and logs:
-                self._accepted = max(logs, key=lambda each: _sort_key(logs[each]))
-            if self._accepted not in logs:
-                raise CommandDied(f"{self._accepted} did not answer")
+            if self._accepted_replica == BEST_REPLICA and logs:
+                self._accepted_replica = max(logs, key=lambda each: _sort_key(logs[each]))
+            if self._accepted_replica not in logs:
+                raise CommandDied(f"{self._accepted_replica} did not answer")
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
-            members = (self._accepted, *(other for other in others if other != self._accepted))
-            log = logs[self._accepted]
-            decision = RebuildDecision(self._partition_id, self._accepted, log, members)
+            members = (
+                self._accepted_replica,
+                *(other for other in others if other != self._accepted_replica),
+            )
+            log = logs[self._accepted_replica]
+            decision = RebuildDecision(self._partition_id, self._accepted_replica, log, members)
         declared = decision.with_log_session(self._session_id)
         operations = _SimulatedOperations(self, declared, prepared[decision.source])
         generation = self._cluster.coordinator.assignment.generation
         await rebuilding.declare_log(declared.metadata(generation, self._session_id), operations)
-        if self._accepted is not None:
+        if self._accepted_replica is not None:
             await self._add_replicas(decision.members[2:])
         return decision
 
@@ -194,7 +197,7 @@ class DisasterRecovery:
     def write_metadata(self, metadata: PartitionMetadata) -> None:
         """Write the metadata and the marker to ZooKeeper."""
         coordinator = self._cluster.coordinator
-        if self._accepted is not None:
+        if self._accepted_replica is not None:
             versions = coordinator.metadata_version, coordinator.marker_version
             if coordinator.is_unavailable or versions != self._versions:
                 raise CommandDied("ZooKeeper does not answer, or was changed meanwhile")
@@ -204,7 +207,9 @@ class DisasterRecovery:
                 else self._has_all_acknowledged()
             ):
                 raise CommandDied("the accepted log lacks acknowledged transactions (rule 3)")
-            self._cluster.unfinished_recovery = None if self._may_lose_archived else self._accepted
+            self._cluster.unfinished_recovery = (
+                None if self._may_lose_archived else self._accepted_replica
+            )
             self._cluster.checks.count("replica accepted")
         before = coordinator.marker
         archived = None if before is None else before.archived
@@ -248,7 +253,7 @@ class DisasterRecovery:
         """Whether the accepted log ends below the archived mark (rule 4)."""
         marker = self._cluster.coordinator.marker
         archived = None if marker is None else marker.archived
-        accepted = None if self._accepted is None else self._received[self._accepted]
+        accepted = None if self._accepted_replica is None else self._answers[self._accepted_replica]
         return (
             archived is not None
             and isinstance(accepted, Prepared)
@@ -263,13 +268,13 @@ class DisasterRecovery:
         transactions. A repeated command needs no quorum: the first run has checked the quorum, and
         since then ZooKeeper names only the accepted replica.
         """
-        cluster, accepted = self._cluster, self._accepted
+        cluster, accepted = self._cluster, self._accepted_replica
         metadata = cluster.coordinator.metadata
         assert accepted is not None
         assert metadata is not None
         logs = {
             each: _reported_log(answer)
-            for each, answer in self._received.items()
+            for each, answer in self._answers.items()
             if isinstance(answer, Prepared)
         }
         sound = [

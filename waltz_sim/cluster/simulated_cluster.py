@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 US_PER_MS: Final = 1_000
-OPEN_MS_MAX: Final = 90_000
+ENGAGE_MS_MAX: Final = 90_000
 EQUAL_MS_MAX: Final = 60_000
 EXTRA_WORK_MS: Final = 20
 OPERATOR_INTERVAL_MS: Final = 3_000
-HALTED_MS: Final = 8_000
+RUN_WITHOUT_RECOVERY_MS: Final = 8_000
 # Errors that a retry does not resolve.
 UNREADABLE_ERRORS: Final = (
     BadFormat,
@@ -96,7 +96,9 @@ class SimCluster:
         # The replica whose log an unfinished command has accepted (disaster_recovery.py).
         self.unfinished_recovery: ReplicaId | None = None
         self.disaster_recovery_count = 0
-        self._unreadable: dict[str, int] = {}  # how often each log could not be read completely
+        self._unreadable_counts: dict[
+            str, int
+        ] = {}  # how often each log could not be read completely
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
             self.storages[replica] = SimStorage(self, replica)
@@ -271,14 +273,14 @@ class SimCluster:
                     read_whole_log(storage.log)
                 except WaltzError as error:
                     self.world.note(f"{storage.name} cannot be read completely: {error}")
-                    if self._unreadable.setdefault(storage.name, 0) and self.budget.may_lose_data(
-                        storage
-                    ):
+                    if self._unreadable_counts.setdefault(
+                        storage.name, 0
+                    ) and self.budget.may_lose_data(storage):
                         self.replace_storage(storage)
                     else:
                         storage.kill()
                         self.restart_later(storage)
-                    self._unreadable[storage.name] += 1
+                    self._unreadable_counts[storage.name] += 1
 
     # ---- recovery
 
@@ -293,7 +295,7 @@ class SimCluster:
         self.kept_down.clear()
         coordinator = self.coordinator
         coordinator.is_unavailable, coordinator.lost_answer_share = False, 0.0
-        coordinator.cut_off.clear()
+        coordinator.cut_off_servers.clear()
         coordinator.watch_delay_ms_max = 20
         coordinator.lost_watch_share = coordinator.stale_read_share = 0.0
         self.archive.repair()
@@ -395,7 +397,7 @@ class SimCluster:
 
     def _run_until_engaged(self) -> None:
         """Run until all replicas are engaged; the operator makes repairs every few seconds."""
-        for again in range(OPEN_MS_MAX // OPERATOR_INTERVAL_MS):
+        for again in range(ENGAGE_MS_MAX // OPERATOR_INTERVAL_MS):
             if self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS, until=self.has_all_engaged):
                 return
             self.run_operator(may_replace=again % 4 == 3)
@@ -403,7 +405,7 @@ class SimCluster:
 
     def _run_until_repaired(self) -> None:
         """Read all logs repeatedly, until sessions have repaired all damage."""
-        for again in range(OPEN_MS_MAX // OPERATOR_INTERVAL_MS):
+        for again in range(ENGAGE_MS_MAX // OPERATOR_INTERVAL_MS):
             self._scrub_all()
             self.read_all_logs()
             if self.is_repaired():
@@ -437,7 +439,7 @@ class SimCluster:
 
     def _run_without_recovery(self) -> None:
         """Run for a while; recovery is not required, and only the guarantees are checked."""
-        for _ in range(HALTED_MS // OPERATOR_INTERVAL_MS):
+        for _ in range(RUN_WITHOUT_RECOVERY_MS // OPERATOR_INTERVAL_MS):
             self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS)
             self.run_operator()
         self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS)

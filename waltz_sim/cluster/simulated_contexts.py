@@ -71,7 +71,7 @@ class ContextClient(Process):
         super().__init__(cluster.world, name)
         self.cluster = cluster
         self.loop = create_loop(self)
-        self.view = BEFORE_FIRST  # rule 2
+        self.view_mark = BEFORE_FIRST  # rule 2
         self.has_view = False  # whether the first `subscribe` since the start has returned
         self.running_count = 0
         self._connections: dict[int, _SimConnection] = {}
@@ -101,7 +101,7 @@ class ContextClient(Process):
             return
         self.kill()
         if self.chance() < 0.5:
-            self.view = BEFORE_FIRST
+            self.view_mark = BEFORE_FIRST
         self.cluster.checks.count("context client restarted")
         self.world.call_after_us(self.rng.randrange(1_000, 300_000), self.start)
 
@@ -160,14 +160,14 @@ class ContextClient(Process):
     async def _append(self, client: AsyncWaltzClient) -> None:
         """Append a row without a mark, so that the client claims its own mark."""
         position = int(self.chance() * self.cluster.setup.keys)
-        operation = self.record_row(((position,), (), ()), self.view)
+        operation = self.record_row(((position,), (), ()), self.view_mark)
         result: TransactionId | errors.WaltzError
         try:
             future = await client.append(
                 operation.data, partition=0, header=HEADER, write_locks=operation.write_locks
             )
             # The append may have waited, and is not sent before the next turn of the loop.
-            operation.mark = self.view
+            operation.mark = self.view_mark
             result = await future
         except errors.WaltzError as error:
             result = error
@@ -199,15 +199,15 @@ class ContextClient(Process):
         if self.chance() < 0.3:
             await self._sleep_us(int(self.chance() * 5_000))
         log, position = self.cluster.checks.history.log, transaction.transaction_id
-        if position != self.view + 1:
+        if position != self.view_mark + 1:
             self.loop.keep_error(
-                Violation("Dense", f"{self.name} applies {position} after {self.view}")
+                Violation("Dense", f"{self.name} applies {position} after {self.view_mark}")
             )
         elif position >= len(log) or log[position].key != transaction.req_id[::3]:
             self.loop.keep_error(
                 Violation("ClientPrefix", f"{self.name} was fed another transaction at {position}")
             )
-        self.view = position
+        self.view_mark = position
 
     # ---- the client's connections
 
@@ -215,8 +215,8 @@ class ContextClient(Process):
         """ClaimedMark: check the mark of an append that the client sends (rule 4)."""
         if isinstance(message, AppendRequest) and self.has_view:
             mark = message.client_high_water_mark
-            if mark > self.view:
-                text = f"{self.name} claims {mark} and has applied {self.view}"
+            if mark > self.view_mark:
+                text = f"{self.name} claims {mark} and has applied {self.view_mark}"
                 self.loop.keep_error(Violation("ClaimedMark", text))
 
     async def dial(self, address: str) -> "_SimConnection":
@@ -284,7 +284,7 @@ class _SimulatedContext(TransactionContext):
         if self.operation is not None:
             author.check_outcome(self.operation, errors.LockFailed("retried"))
         # The context may claim less than it has read, and never more.
-        mark = min(mark, author.view) if author.has_view else mark
+        mark = min(mark, author.view_mark) if author.has_view else mark
         self.operation = operation = author.record_row(self._row, mark)
         builder.set_header(HEADER)
         builder.data = operation.data
@@ -303,7 +303,7 @@ class _View(AsyncCallbacks):
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the view, after a delay as for a read from a database."""
         await self._author._sleep_us(int(self._author.chance() * 20_000))
-        return self._author.view
+        return self._author.view_mark
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
         """Apply the next transaction; see `ContextClient.apply`."""

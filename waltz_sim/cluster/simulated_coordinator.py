@@ -74,7 +74,7 @@ class SimCoordinator:
         self.storage_ids: dict[ReplicaId, bytes] = {}
         self.former_ids: dict[ReplicaId, list[bytes]] = {}  # the IDs of replaced storages
         self.assignment = Assignment(None, Generation(-1), replicas)
-        self._registered: dict[str, int] = {}  # server -> its last registered incarnation
+        self._last_incarnation: dict[str, int] = {}  # server -> its last registered incarnation
         # Server -> whether its session is alive, in the order of the first registrations.
         self.has_session: dict[str, bool] = {}
         self.client_count = 0
@@ -85,14 +85,14 @@ class SimCoordinator:
         self.watch_delay_ms_max = 20
         self.lost_watch_share = 0.0
         self.stale_read_share = 0.0  # the share of clients' reads that return an old state
-        self.cut_off: dict[str, None] = {}  # servers that cannot reach ZooKeeper
+        self.cut_off_servers: dict[str, None] = {}  # servers that cannot reach ZooKeeper
         self.is_rewritten = False
         self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
         self._past_assignments = [self.assignment]  # the latest assignments, newest last
         self._pending_watches: dict[
             str, int
         ] = {}  # server whose watch will fire -> its incarnation
-        self._notified_us: dict[str, int] = {}
+        self._last_notification_us: dict[str, int] = {}
 
     # ---- the partition's nodes (rule 1)
 
@@ -181,7 +181,7 @@ class SimCoordinator:
         return int(200 + self._chance() * 1_500)
 
     def _is_unreachable(self, server: "Process") -> bool:
-        return self.is_unavailable or server.name in self.cut_off or not server.is_up
+        return self.is_unavailable or server.name in self.cut_off_servers or not server.is_up
 
     # ---- server sessions and the assignment (rule 3)
 
@@ -191,8 +191,8 @@ class SimCoordinator:
             server.call_after_us(100_000, lambda: self.register_server(server))
             return
         self.has_session[server.name] = True
-        former = self._registered.get(server.name)
-        self._registered[server.name] = server.incarnation
+        former = self._last_incarnation.get(server.name)
+        self._last_incarnation[server.name] = server.incarnation
         is_another = former not in {None, server.incarnation}
         if is_another and self._cluster.setup.has_new_owner_ids:
             self._replace_former_owner(server)
@@ -221,7 +221,7 @@ class SimCoordinator:
 
     def _is_silent(self, server: "SimServer") -> bool:
         is_stopped = server.is_paused and not server.is_hanging
-        return not server.is_up or is_stopped or server.name in self.cut_off
+        return not server.is_up or is_stopped or server.name in self.cut_off_servers
 
     def watch_hanging(self, server: "SimServer") -> None:
         """Keep the session of a hanging server until the watchdog ends the session (rule 6)."""
@@ -236,7 +236,7 @@ class SimCoordinator:
                 return
             may_keep = watchdog.may_keep_session(server.now_ms)
             # No session expires while ZooKeeper is unavailable.
-            if self.is_unavailable or (may_keep and server.name not in self.cut_off):
+            if self.is_unavailable or (may_keep and server.name not in self.cut_off_servers):
                 received_us = self._world.now_us
             if self._world.now_us - received_us >= SESSION_MS * 1000:
                 self._cluster.checks.count("session of a hanging server expired")
@@ -314,9 +314,10 @@ class SimCoordinator:
             seen = self.assignment
             if self.has_session.get(name):
                 at_us = max(
-                    self._world.now_us + self._delay_us(), self._notified_us.get(name, 0) + 1
+                    self._world.now_us + self._delay_us(),
+                    self._last_notification_us.get(name, 0) + 1,
                 )
-                self._notified_us[name] = at_us
+                self._last_notification_us[name] = at_us
                 server.call_after_us(at_us - self._world.now_us, lambda: server.on_assigned(seen))
 
         server.call_after_us(self.draw_watch_delay_us(), notify)

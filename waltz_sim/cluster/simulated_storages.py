@@ -57,7 +57,7 @@ STORAGE_DIRECTORY: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
 SCRUB_BYTES_PER_S: Final = 4 * 1024  # low, because a simulated log has only some kilobytes
 RESTART_MS: Final = (1, 400)
-REOPEN_US: Final = 200_000
+REOPEN_DELAY_US: Final = 200_000
 LEAVING_CHECK_US: Final = 1_000_000
 EMPTY_CONTENTS: Final = Contents({}, frozenset())
 LOCK_FILE_BYTES_MAX: Final = 2 * 1024
@@ -245,7 +245,7 @@ class SimStorage(Process):
             if self.engine.has_failed:
                 self._end_process(str(error))
             else:
-                self.call_after_us(REOPEN_US, self.apply_assignment)
+                self.call_after_us(REOPEN_DELAY_US, self.apply_assignment)
             return
         self.start_error = None
         log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
@@ -281,11 +281,13 @@ class SimStorage(Process):
         self.die()
         self._cluster.network.end_links(self, is_silent=is_silent)
 
-    def lose_power(self, survival: Survival | None = None, *, with_lies: bool = False) -> None:
+    def lose_power(
+        self, survival: Survival | None = None, *, loses_ignored_syncs: bool = False
+    ) -> None:
         """Cut the power: all or some of the unsynced data is lost."""
         if survival is None:
             survival = self.rng.choice((Survival.ANY_SECTORS, Survival.ENDS))
-        if self.disk.is_lying and not with_lies:
+        if self.disk.is_lying and not loses_ignored_syncs:
             # The losses of a lying disk belong to the budget of that fault.
             survival = Survival.EVERYTHING
         self.world.note(f"{self.name} loses power")

@@ -51,10 +51,10 @@ PENDING_MAX: Final = 4
 RETRIES_MAX: Final = 3
 RECOVERY_WAIT_US: Final = 200_000
 SLOWDOWN_STEP_US: Final = 20_000
-CHECKED_SHARE: Final = 0.4
+CHECKED_TRANSACTION_SHARE: Final = 0.4
 REQUEST_SHARE: Final = 0.06
 WAITING_REQUEST_SHARE: Final = 0.25  # for an application whose appends are not answered
-AHEAD_SHARE: Final = 0.004
+MARK_AHEAD_SHARE: Final = 0.004
 # Long records have whole sectors between their first and their last sector.
 ROWS_PER_LONG_ROW: Final = 7
 LONG_ROW_BYTES: Final = 1_200
@@ -283,7 +283,7 @@ class _Application:
         return mark
 
     def _choose_row(self) -> RowPlan:
-        if self._chance() < CHECKED_SHARE:
+        if self._chance() < CHECKED_TRANSACTION_SHARE:
             return self._workload.checked_transaction_of(self._client)
         return self._random_locks(0.5), self._random_locks(0.3), self._random_locks(0.2)
 
@@ -298,7 +298,7 @@ class _Application:
         self, rows: "Sequence[RowPlan]", mark: int, pipelined_state: PipelinedState | None = None
     ) -> None:
         self._waiting_count += 1
-        if self._chance() < AHEAD_SHARE:
+        if self._chance() < MARK_AHEAD_SHARE:
             rows, mark, pipelined_state = [((), (), (1,))], self._client.mark + 5, None
         claimed: PipelinedState | None = None
         if self._is_pipelined and len(rows) == 1:

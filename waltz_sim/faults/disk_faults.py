@@ -157,7 +157,7 @@ def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
         return False
     _replace_disk(cluster, storage, EMPTY_CONTENTS, rng)
     storage.storage_id = rng.randbytes(16)
-    _operate_later(cluster, rng)
+    _run_operator_later(cluster, rng)
     return True
 
 
@@ -171,7 +171,7 @@ def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
     ):
         return False
     _replace_disk(cluster, storage, other.disk.durable_contents(), rng)
-    _operate_later(cluster, rng)
+    _run_operator_later(cluster, rng)
     return True
 
 
@@ -197,7 +197,7 @@ def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
     ):
         return False
     cluster.swap_disks(storage, other)
-    _operate_later(cluster, rng)
+    _run_operator_later(cluster, rng)
     return True
 
 
@@ -217,7 +217,7 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
             cluster.budget.record_loss(storage)
             cluster.checks.count("fault lying_disk")
             storage.trusts_fsync = not is_known
-            storage.lose_power(Survival.NOTHING, with_lies=True)
+            storage.lose_power(Survival.NOTHING, loses_ignored_syncs=True)
         disk.stop_lying()
 
     lies_ms = rng.randrange(5, 800)
@@ -390,7 +390,7 @@ def _replace_disk(
     keep_down(cluster, storage, rng.randrange(1, 1_000))
 
 
-def _operate_later(cluster: SimCluster, rng: "Random") -> None:
+def _run_operator_later(cluster: SimCluster, rng: "Random") -> None:
     cluster.world.call_after_us(rng.randrange(100, 3_000) * US_PER_MS, cluster.run_operator)
 
 
@@ -447,5 +447,5 @@ def _damage_file(
     cluster.checks.count(
         f"spoiled {path.suffix if path.parent != STORAGE_DIRECTORY else path.name}"
     )
-    _operate_later(cluster, rng)
+    _run_operator_later(cluster, rng)
     return True

@@ -31,7 +31,7 @@ from waltz_sim.schedule import Fault, Schedule, schedule_of
 from waltz_sim.world.world import random_of_number
 
 
-def plan(cluster: SimCluster, schedule: Schedule) -> None:
+def plan_faults(cluster: SimCluster, schedule: Schedule) -> None:
     """Plan each fault of a schedule at its time."""
     for fault in schedule.faults:
         cluster.world.call_after_us(fault.at_us, _action(cluster, fault))

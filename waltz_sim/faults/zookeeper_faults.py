@@ -69,10 +69,11 @@ def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
     """Cut a server off from ZooKeeper for a while; all its other links work."""
     server = rng.choice(cluster.servers)
     coordinator = cluster.coordinator
-    coordinator.cut_off[server.name] = None
+    coordinator.cut_off_servers[server.name] = None
     coordinator.watch_server(server)
     cluster.world.call_after_us(
-        rng.randrange(50, 3_000) * US_PER_MS, lambda: coordinator.cut_off.pop(server.name, None)
+        rng.randrange(50, 3_000) * US_PER_MS,
+        lambda: coordinator.cut_off_servers.pop(server.name, None),
     )
     return True
 
@@ -125,7 +126,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     successors = _possible_successors(cluster)
     if owner is None or not successors:
         return False
-    coordinator.cut_off[owner.name] = None
+    coordinator.cut_off_servers[owner.name] = None
     directions = _cut_replicas_off(cluster, owner, rng)
     leaving = list(cluster.clients)
     rng.shuffle(leaving)
@@ -134,7 +135,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     successor = rng.choice(successors) if rng.random() < 0.4 else None
 
     def move_partition_away() -> None:
-        if cluster.is_recovering or owner.name not in coordinator.cut_off:
+        if cluster.is_recovering or owner.name not in coordinator.cut_off_servers:
             return
         if successor is not None:
             coordinator.set_owner(successor)
@@ -154,7 +155,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
             and coordinator.has_session.get(owner.name)
         ):
             coordinator.set_owner(owner.name)
-        coordinator.cut_off.pop(owner.name, None)
+        coordinator.cut_off_servers.pop(owner.name, None)
         coordinator.stale_read_share = 0.0
 
     cluster.world.call_after_us(rng.randrange(1, 40) * US_PER_MS, move_partition_away)
@@ -166,12 +167,14 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
 def _possible_successors(cluster: SimCluster) -> list[str]:
     """Return the servers that could take over from the owner; empty if no owner is serving."""
     coordinator, owner = cluster.coordinator, cluster.owner
-    if owner is None or owner.is_paused or owner.name in coordinator.cut_off:
+    if owner is None or owner.is_paused or owner.name in coordinator.cut_off_servers:
         return []
     if owner.partition is None or not owner.partition.is_open:
         return []
     alive = [name for name, is_alive in coordinator.has_session.items() if is_alive]
-    return [name for name in alive if name != owner.name and name not in coordinator.cut_off]
+    return [
+        name for name in alive if name != owner.name and name not in coordinator.cut_off_servers
+    ]
 
 
 def _cut_replicas_off(
@@ -197,7 +200,7 @@ def _cut_replicas_off(
 
 def _break_links_repeatedly(cluster: SimCluster, client: "SimClient", wait_ms: int) -> None:
     """Break a client's links repeatedly, while any server is cut off from ZooKeeper."""
-    if cluster.is_recovering or not cluster.coordinator.cut_off:
+    if cluster.is_recovering or not cluster.coordinator.cut_off_servers:
         return
     for link in list(client.links.values()):
         cluster.network.break_link(link, "cut")
@@ -211,7 +214,7 @@ def _break_links_repeatedly(cluster: SimCluster, client: "SimClient", wait_ms: i
 
 def may_rewrite(cluster: SimCluster) -> bool:
     """Whether a fault may replace ZooKeeper's data now."""
-    return cluster.setup.is_unbounded and not cluster.budget.lost
+    return cluster.setup.is_unbounded and not cluster.budget.lost_sessions
 
 
 def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
@@ -377,6 +380,6 @@ def _lose_log_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimSt
             other.kill()
             keep_down(cluster, other, 2_000)
         victim.trusts_fsync = False
-        victim.lose_power(Survival.NOTHING, with_lies=True)
+        victim.lose_power(Survival.NOTHING, loses_ignored_syncs=True)
         restore_trust_later(cluster, victim, after_ms=1_000)
     victim.disk.stop_lying()

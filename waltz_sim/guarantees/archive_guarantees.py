@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.checker_state import CheckerState
     from waltz_sim.guarantees.session_guarantees import SessionGuarantees
 
-_FIRST: Final = TransactionId(0)
+_FIRST_ID: Final = TransactionId(0)
 
 
 class ArchiveGuarantees:
@@ -103,9 +103,9 @@ class ArchiveGuarantees:
         if not self._sessions.is_rewritten:
             self._check_content(self._recorded_mark)
         elif name in self._listed_objects:
-            self._check_unneeded(self._listed_objects[name], self._recorded_mark)
+            self._check_object_unneeded(self._listed_objects[name], self._recorded_mark)
 
-    def _check_unneeded(self, entry: ObjectEntry, recorded: ArchivedMark) -> None:
+    def _check_object_unneeded(self, entry: ObjectEntry, recorded: ArchivedMark) -> None:
         """28. Archived: after a rollback of ZooKeeper, files that logs need are kept (AR 16)."""
         for replica in self._state.cluster.replicas:
             start = self._log_starts.get(replica, BEFORE_FIRST)
@@ -129,7 +129,9 @@ class ArchiveGuarantees:
     def _expired_below(self) -> TransactionId:
         """Return the ID below which objects may be missing (rule 3)."""
         end_ms = self._state.world.now_ms - self._state.cluster.archive.expiry_grace_ms
-        return max([first for first, at_ms in self._expired_ids if at_ms <= end_ms], default=_FIRST)
+        return max(
+            [first for first, at_ms in self._expired_ids if at_ms <= end_ms], default=_FIRST_ID
+        )
 
     def _check_expiry(self, server: str, before: ArchivedMark, after: ArchivedMark) -> None:
         """32. Expired: only whole objects expire, by an operator or the retention (AR 7)."""
@@ -210,7 +212,7 @@ class ArchiveGuarantees:
     def _check_order(
         self, server: str, session_id: SessionId, before: ArchivedMark | None, after: ArchivedMark
     ) -> None:
-        first = _FIRST if before is None else before.first
+        first = _FIRST_ID if before is None else before.first
         if after.first < first or (before is not None and after.last < before.last):
             self._state.fail("ArchiveMono", f"{server} changes the mark {before} to {after}")
         if after.first > first:

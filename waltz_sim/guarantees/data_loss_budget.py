@@ -53,7 +53,7 @@ class DataLossBudget:
     def __init__(self, cluster: "SimCluster") -> None:
         self._cluster = cluster
         # Replica that has lost data -> the partition's session in ZooKeeper at that time.
-        self.lost: dict[ReplicaId, SessionId] = {}
+        self.lost_sessions: dict[ReplicaId, SessionId] = {}
 
     @property
     def _metadata(self) -> PartitionMetadata:
@@ -85,9 +85,11 @@ class DataLossBudget:
         others = [other for other in rest if other[1].closing_high_water_mark == UNRESOLVED]
         if len(metadata.states) < 2 or not others:
             return False
-        unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
+        unsound = [cluster.storages[name] for name in self.lost_sessions if name != victim.replica]
         rots = any(not is_disk_sound(storage) for storage in unsound)
-        is_awaited = any(self.lost.get(each.replica) == metadata.session_id for each, _ in rest)
+        is_awaited = any(
+            self.lost_sessions.get(each.replica) == metadata.session_id for each, _ in rest
+        )
         trusted = all(self._is_trusted(storage, state) for storage, state in others)
         if rots or is_awaited or not trusted:
             return False
@@ -98,7 +100,7 @@ class DataLossBudget:
 
     def has_lost_data(self, storage: "SimStorage") -> bool:
         """Whether a replica has lost data and is not known to be repaired (rule 3)."""
-        return storage.replica in self.lost
+        return storage.replica in self.lost_sessions
 
     def has_rot(self, storage: "SimStorage") -> bool:
         """Whether a replica that has lost data cannot be read completely."""
@@ -106,7 +108,7 @@ class DataLossBudget:
 
     def record_loss(self, victim: "SimStorage") -> None:
         """Record that a replica loses data."""
-        self.lost[victim.replica] = self._metadata.session_id
+        self.lost_sessions[victim.replica] = self._metadata.session_id
         self._cluster.checks.on_disk_rolled_back(victim)
 
     def _is_trusted(self, storage: "SimStorage", state: ReplicaState) -> bool:
@@ -115,12 +117,12 @@ class DataLossBudget:
             return False
         if log.is_broken:
             return False  # The replica may be suspect at its next opening.
-        since = self.lost.get(storage.replica)
+        since = self.lost_sessions.get(storage.replica)
         if since is None:
             return True
         if state.session_id <= since or not is_disk_sound(storage):
             return False
-        del self.lost[storage.replica]
+        del self.lost_sessions[storage.replica]
         return True
 
     def _have_all_records(self, victim: "SimStorage", others: "list[SimStorage]") -> bool:

@@ -27,8 +27,8 @@ SECOND_US: Final = 1_000_000
 # The number of bytes by which one frame may exceed a limit.
 FRAME_BYTES: Final = 16 * 1024
 # Limits per virtual second, several times the usual rate: delays begin at about 20 ms and double.
-CLAIMS_MAX: Final = 20
-DIALS_MAX: Final = 50
+CLAIMS_PER_S_MAX: Final = 20
+DIALS_PER_S_MAX: Final = 50
 # The limit of a storage's queue. Two sessions may exceed it, each by the bytes that it sends before
 # an answer arrives.
 QUEUE_BYTES_MAX: Final = 64 * 1024
@@ -39,14 +39,14 @@ class LimitGuarantees:
 
     def __init__(self, state: "CheckerState") -> None:
         self._state = state
-        self._times: dict[tuple[str, str], deque[int]] = {}
-        self._unanswered: dict[tuple[SessionId, str], dict[int, int]] = {}
+        self._attempt_times: dict[tuple[str, str], deque[int]] = {}
+        self._unanswered_bytes: dict[tuple[SessionId, str], dict[int, int]] = {}
 
     # ---- attempts (rule 2)
 
     def count_attempt(self, actor: str, action: str, limit: int) -> None:
         """Count an attempt by a component; fail after more than `limit` attempts in a second."""
-        times = self._times.setdefault((actor, action), deque())
+        times = self._attempt_times.setdefault((actor, action), deque())
         now_us = self._state.world.now_us
         times.append(now_us)
         while times[0] <= now_us - SECOND_US:
@@ -56,14 +56,14 @@ class LimitGuarantees:
 
     def on_dial(self, actor: str, peer: str) -> None:
         """Count an attempt to open a connection."""
-        self.count_attempt(actor, f"dialing {peer}", DIALS_MAX)
+        self.count_attempt(actor, f"dialing {peer}", DIALS_PER_S_MAX)
 
     def on_store_effect(self, server: str, effect: session_events.Effect) -> None:
         """Count reads of the metadata (one per session claim); forget closed connections."""
         if isinstance(effect, session_events.ReadMetadata):
-            self.count_attempt(server, "reading the metadata", CLAIMS_MAX)
+            self.count_attempt(server, "reading the metadata", CLAIMS_PER_S_MAX)
         elif isinstance(effect, session_events.CloseReplica):
-            self._unanswered.pop((effect.session_id, effect.replica), None)
+            self._unanswered_bytes.pop((effect.session_id, effect.replica), None)
 
     # ---- bytes (rule 1)
 
@@ -73,7 +73,7 @@ class LimitGuarantees:
         if not isinstance(message, AppendRaw):
             return
         key = effect.session_id, effect.replica
-        unanswered = self._unanswered.setdefault(key, {})
+        unanswered = self._unanswered_bytes.setdefault(key, {})
         unanswered[message.sequence] = len(message.records)
         total = sum(unanswered.values())
         limit = self._state.cluster.store_limits.lag_bytes_max + FRAME_BYTES
@@ -86,7 +86,7 @@ class LimitGuarantees:
         self, session: "SessionId", replica: str, answer: StorageMessage
     ) -> None:
         """Subtract the bytes of an append that a replica has answered."""
-        unanswered = self._unanswered.get((session, replica))
+        unanswered = self._unanswered_bytes.get((session, replica))
         if unanswered is not None:
             unanswered.pop(answer.sequence, None)
 

@@ -43,8 +43,8 @@ class OutcomeGuarantees:
         self._responses = responses
         self._locks = locks
         self._marks: dict[str, int] = {}
-        self._exposed_us: dict[int, int] = {}  # when each ID was first exposed as committed
-        self.followers: dict[str, SimClient] = {}  # clients that have requested the feed
+        self._exposure_us: dict[int, int] = {}  # when each ID was first exposed as committed
+        self.feed_clients: dict[str, SimClient] = {}  # clients that have requested the feed
 
     # ---- the log (rule 1)
 
@@ -61,7 +61,7 @@ class OutcomeGuarantees:
             if operation is None:
                 continue
             if operation.session_id != NO_SESSION:
-                self._check_followed(operation, chain, position)
+                self._check_dependent_append(operation, chain, position)
             elif operation.mark > history.last:
                 self._state.fail(
                     "NotAhead",
@@ -69,7 +69,7 @@ class OutcomeGuarantees:
                     "of the log",
                 )
 
-    def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
+    def _check_dependent_append(self, operation: Operation, chain: Chain, position: int) -> None:
         """Followed: check the IDs and the session of a dependent append's predecessors."""
         state, history = self._state, self._state.history
         session_id = history.nodes[chain].session_id
@@ -88,11 +88,11 @@ class OutcomeGuarantees:
                     f"{operation}: expected predecessor {key} as transaction {transaction_id}, "
                     f"found {row}",
                 )
-        self._check_all_reported(operation, chain)
+        self._check_writers_reported(operation, chain)
         if operation.mark > history.last:
             state.count("dependent append sent before its predecessors committed")
 
-    def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
+    def _check_writers_reported(self, operation: Operation, chain: Chain) -> None:
         """Followed: check that the row's author was notified of all newer writers of its locks."""
         history = self._state.history
         reported = {transaction_id for transaction_id, _ in operation.predecessors}
@@ -112,7 +112,7 @@ class OutcomeGuarantees:
     def _check_new_row(self, transaction_id: int) -> None:
         """Check a new row: 11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
         state, history = self._state, self._state.history
-        self._exposed_us[transaction_id] = state.world.now_us
+        self._exposure_us[transaction_id] = state.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
         if operation is None:
             state.fail(
@@ -161,11 +161,11 @@ class OutcomeGuarantees:
     def on_client_started(self, client: "SimClient") -> None:
         """Record that a client starts."""
         self._marks[client.name] = BEFORE_FIRST
-        self.followers.pop(client.name, None)
+        self.feed_clients.pop(client.name, None)
 
     def on_client_died(self, client: "Process") -> None:
         """Set the outcome of the pending operations of a client that died."""
-        self.followers.pop(client.name, None)
+        self.feed_clients.pop(client.name, None)
         for operation in self._state.history.operations.values():
             if operation.client == client.name and not operation.outcome:
                 operation.outcome = "gone"
@@ -239,7 +239,7 @@ class OutcomeGuarantees:
 
     def _was_mark_reached(self, operation: Operation) -> bool:
         """Whether the log had reached an operation's mark before the application requested it."""
-        exposed_us = self._exposed_us.get(operation.mark, operation.requested_us + 1)
+        exposed_us = self._exposure_us.get(operation.mark, operation.requested_us + 1)
         return operation.mark == BEFORE_FIRST or exposed_us <= operation.requested_us
 
     def on_submission_rejected(self, client: "SimClient", token: int, error: WaltzError) -> None:
@@ -289,4 +289,4 @@ class OutcomeGuarantees:
     def have_all_feeds_ended(self) -> bool:
         """25. Converged: whether every client that follows the feed has reached the log's end."""
         last = self._state.history.last
-        return all(follower.fed_last == last for follower in self.followers.values())
+        return all(client.fed_last == last for client in self.feed_clients.values())

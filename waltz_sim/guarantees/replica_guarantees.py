@@ -85,12 +85,14 @@ class ReplicaGuarantees:
     def __init__(self, state: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._state = state
         self._sessions = sessions
-        self.durable: dict[str, DurableValues] = {}
+        self.durable_values: dict[str, DurableValues] = {}
         # By replica: the highest ID that was answered as synced and not truncated since.
         self.answered_last: dict[str, int] = {}
         # By replica: the batches on its disk, with the last ID of each batch.
         self._batches_on_disk: dict[str, dict[Chain, int]] = {}
-        self.corrupted: dict[str, None] = {}  # replicas on whose disks a fault has changed bytes
+        self.corrupted_replicas: dict[
+            str, None
+        ] = {}  # replicas on whose disks a fault has changed bytes
         self._chain_of_batch: dict[tuple[int, SessionId], Chain] = {}
         self._truncations: dict[str, _RequestedTruncation] = {}  # truncations in progress
         self._work_count = 0
@@ -99,9 +101,9 @@ class ReplicaGuarantees:
 
     def on_log_opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """Check a log that was opened after a restart: 3. PromiseMono and rule 1."""
-        if storage.name in self.corrupted and log.suspect:
-            self.durable.pop(storage.name, None)  # The replica uses its older slot now.
-        self._check_durable(storage.name, log)
+        if storage.name in self.corrupted_replicas and log.suspect:
+            self.durable_values.pop(storage.name, None)  # The replica uses its older slot now.
+        self._check_durable_values(storage.name, log)
         cutting = self._truncations.get(storage.name)
         if cutting is not None and log.max_id <= cutting.last_to_keep and not log.is_broken:
             # A truncation had failed, and opening the log has completed it. The check ignores rows
@@ -114,11 +116,11 @@ class ReplicaGuarantees:
                 f"{storage.name} had synced transaction {answered_last}, restarts with "
                 f"{log.synced_max}, and is not suspect",
             )
-        self._check_torn(storage, log)
+        self._check_torn_records(storage, log)
 
-    def _check_torn(self, storage: "SimStorage", log: "PartitionLog") -> None:
+    def _check_torn_records(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """21. NoRotServed: check, before any read, that no torn record counts after a crash."""
-        if storage.name in self.corrupted or log.suspect or log.damaged:
+        if storage.name in self.corrupted_replicas or log.suspect or log.damaged:
             return
         operations = self._state.history.operations
         for position, data in enumerate(self.data_on_disk(storage)):
@@ -131,7 +133,7 @@ class ReplicaGuarantees:
 
     def on_disk_rolled_back(self, storage: "SimStorage") -> None:
         """Record that a fault has restored an older disk of a replica, so its promises are lost."""
-        self.durable.pop(storage.name, None)
+        self.durable_values.pop(storage.name, None)
         self.answered_last.pop(storage.name, None)
         self._batches_on_disk.pop(storage.name, None)
         self._truncations.pop(storage.name, None)
@@ -139,7 +141,7 @@ class ReplicaGuarantees:
 
     def on_disk_corrupted(self, storage: "SimStorage") -> None:
         """Record that a fault has changed bytes on the disk of a replica."""
-        self.corrupted[storage.name] = None
+        self.corrupted_replicas[storage.name] = None
 
     # ---- working
 
@@ -182,7 +184,7 @@ class ReplicaGuarantees:
             result.new_damage
         )
         if work.requests:
-            self._check_durable(storage.name, work.log)
+            self._check_durable_values(storage.name, work.log)
         self._work_count += 1
         if self._work_count % WORK_PER_CHECK == 0:
             self.check_log_state(storage, work.log)
@@ -198,7 +200,7 @@ class ReplicaGuarantees:
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
             # The storage's own check has rejected the truncation. A server may not rely on this
             # check.
-            if storage.name in self.corrupted:
+            if storage.name in self.corrupted_replicas:
                 self._state.count("truncation of a corrupt log rejected")
                 return
             self._state.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
@@ -212,7 +214,7 @@ class ReplicaGuarantees:
     ) -> None:
         """Check an append: 4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching."""
         name, session = storage.name, SessionId(message.session_id)
-        self._check_identity(storage, "an append")
+        self._check_storage_identity(storage, "an append")
         self._sessions.on_batches_synced(name, session, log.slot.nonce, message.lineage)
         batches = self._batches_on_disk.setdefault(name, {})
         for entry in message.lineage:
@@ -232,7 +234,7 @@ class ReplicaGuarantees:
         self, storage: "SimStorage", message: SetLowWaterMark, before: LogStateBeforeWork
     ) -> None:
         """10. LwmFull: check that a low-water mark is set to exactly the last synced ID."""
-        self._check_identity(storage, "a mark")
+        self._check_storage_identity(storage, "a mark")
         if message.mark != before.synced_max:
             self._state.fail(
                 "LwmFull",
@@ -257,7 +259,7 @@ class ReplicaGuarantees:
             is_acked = (
                 archived_last < last <= truncation.committed_last and chains.get(last) == chain
             )
-            if is_acked and storage.name not in self.corrupted:
+            if is_acked and storage.name not in self.corrupted_replicas:
                 self._state.fail(
                     "NoCutCommitted",
                     f"{storage.name} truncates its log after {last_to_keep}, but has acknowledged "
@@ -270,7 +272,7 @@ class ReplicaGuarantees:
                 f"{storage.name} truncates its log after {last_to_keep}, below its low-water mark "
                 f"{log.slot.low_water_mark}",
             )
-        self._check_identity(storage, "a truncation")
+        self._check_storage_identity(storage, "a truncation")
         self.answered_last[storage.name] = min(
             self.answered_last.get(storage.name, BEFORE_FIRST), log.synced_max
         )
@@ -297,9 +299,9 @@ class ReplicaGuarantees:
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch entry may be a substitute for other entries that were unreadable."""
-        return name in self.corrupted and entry.session_id == RECONSTRUCTED
+        return name in self.corrupted_replicas and entry.session_id == RECONSTRUCTED
 
-    def _check_identity(self, storage: "SimStorage", data: str) -> None:
+    def _check_storage_identity(self, storage: "SimStorage", data: str) -> None:
         """22. Identity: check that only the registered disk of a replica is changed."""
         assert storage.engine is not None
         registered = self._state.cluster.coordinator.storage_ids.get(storage.replica)
@@ -308,11 +310,11 @@ class ReplicaGuarantees:
                 "Identity", f"{storage.name} has accepted {data}, but has another storage ID"
             )
 
-    def _check_durable(self, name: str, log: "PartitionLog") -> None:
+    def _check_durable_values(self, name: str, log: "PartitionLog") -> None:
         """3. PromiseMono: check that the durable values of a replica did not decrease."""
         slot = log.slot
         now = DurableValues(slot.promised, slot.last_session, slot.low_water_mark)
-        before = self.durable.get(name)
+        before = self.durable_values.get(name)
         if now == before:
             return
         if before is not None and (
@@ -325,7 +327,7 @@ class ReplicaGuarantees:
             )
         if now.last_session > now.promised:
             self._state.fail("PromiseMono", f"{name} has not promised its last session: {now}")
-        self.durable[name] = now
+        self.durable_values[name] = now
         self._sessions.on_slot_written(name, now.promised, now.last_session)
 
     # ---- records
@@ -336,7 +338,7 @@ class ReplicaGuarantees:
         records = bytes(answer.records)
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
-        if name in self.corrupted and not _is_contiguous(answer):
+        if name in self.corrupted_replicas and not _is_contiguous(answer):
             return  # Some batch entries are lost. The requester detects that.
         for entry in answer.lineage:
             if self._is_reconstructed(name, entry):
@@ -368,9 +370,9 @@ class ReplicaGuarantees:
         A suspect replica counts in no quorum, and is not checked. An example is a replica that has
         lost its segments and was reset.
         """
-        if storage.name in self.corrupted or log.damaged or log.slot.suspect:
+        if storage.name in self.corrupted_replicas or log.damaged or log.slot.suspect:
             return
-        if storage.name not in self._sessions.engaged_now:
+        if storage.name not in self._sessions.engaged_replicas:
             return
         mark = min(log.confirmed_low_water_mark, self._state.history.last)
         self.check_records(storage, mark)

@@ -93,8 +93,10 @@ class ResponseGuarantees:
         self._committed_last: dict[str, int] = {}
         self._slowest_clock_rate: dict[str, float] = {}  # by server: its slowest clock rate so far
         # IDs acknowledged to applications, each with its time in ms. The last ID is the highest.
-        self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
-        self._unanswered: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
+        self._acknowledged_ids: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
+        self._unanswered_requests: dict[
+            tuple[str, int], dict[object, None]
+        ] = {}  # by client and link
         self._requests: dict[object, tuple[ClientMessage, int, list[object]]] = {}
 
     # ---- when a server may answer (rule 1)
@@ -178,7 +180,7 @@ class ResponseGuarantees:
     def _check_session(self, name: str, message: ClientMessage, session: SessionId) -> None:
         """7. GateCAS2: check that a server names only sessions that have opened."""
         allowed = (
-            self._sessions.opened
+            self._sessions.opened_sessions
             if isinstance(message, _COMMITTED_DATA_MESSAGES)
             else self._sessions_in_step[name]
         )
@@ -219,10 +221,10 @@ class ResponseGuarantees:
         wanted = b"".join(record[8:size] for record in records[first:stop])
         if stop > len(records) or bytes(message.headers) != wanted:
             self._state.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
-        if message.chain_at != BEFORE_FIRST and not self._is_chain(message):
+        if message.chain_at != BEFORE_FIRST and not self._has_correct_chain(message):
             self._state.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
 
-    def _is_chain(self, message: FeedBatch) -> bool:
+    def _has_correct_chain(self, message: FeedBatch) -> bool:
         known = self._state.history.chains.get(message.chain_at)
         return known in (None, bytes(message.chain))
 
@@ -300,12 +302,12 @@ class ResponseGuarantees:
 
     def on_acknowledged(self, transaction_id: int) -> None:
         """Record that an application has received the acknowledgement of an ID."""
-        if transaction_id > self._acknowledged[-1][1]:
-            self._acknowledged.append((self._state.world.now_ms, transaction_id))
+        if transaction_id > self._acknowledged_ids[-1][1]:
+            self._acknowledged_ids.append((self._state.world.now_ms, transaction_id))
 
     def highest_acknowledged(self, at_ms: int) -> int:
         """Return the highest ID acknowledged up to `at_ms`; `at_ms` must never decrease."""
-        known = self._acknowledged
+        known = self._acknowledged_ids
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()
         return known[0][1] if known[0][0] <= at_ms else BEFORE_FIRST
@@ -319,20 +321,20 @@ class ResponseGuarantees:
             and self._committed_last[server] < self._state.history.last
         ):
             self._state.count("mark requested from an old owner")
-        unanswered = self._unanswered.setdefault((client.name, link.number), {})
+        unanswered = self._unanswered_requests.setdefault((client.name, link.number), {})
         if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
             self._claims[message.req_id] = SessionId(message.session_id)
         if isinstance(message, AppendBatch | AppendRequest):
             unanswered[message.req_id] = None
         elif isinstance(message, FlushRequest | ReplicasRequest):
-            known = self._acknowledged[-1][1]
+            known = self._acknowledged_ids[-1][1]
             self._requests[message.req_id] = message, known, list(unanswered)
 
     def on_client_received(
         self, client: "SimClient", link: "SimLink", message: ClientMessage
     ) -> None:
         """Check the order of flushes, and the age of marks that a quorum has confirmed (rule 4)."""
-        unanswered = self._unanswered.get((client.name, link.number), {})
+        unanswered = self._unanswered_requests.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
             unanswered.pop(message.req_id, None)
         found = self._requests.pop(message.req_id, None)
@@ -359,4 +361,4 @@ class ResponseGuarantees:
 
     def on_link_lost(self, client: "SimClient", link: "SimLink") -> None:
         """Forget the requests on a link, because no more messages arrive on it."""
-        self._unanswered.pop((client.name, link.number), None)
+        self._unanswered_requests.pop((client.name, link.number), None)

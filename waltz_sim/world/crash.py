@@ -194,7 +194,7 @@ class RecordingDisk:
             disk_state.apply_change(change)
         self.inner.replace_contents(disk_state.contents_after_crash(KeepAll()))
         self._files = dict(disk_state.visible_files())
-        self._next = disk_state.file_count
+        self._next_file_id = disk_state.file_count
 
     @classmethod
     def after_power_loss(
@@ -207,8 +207,8 @@ class RecordingDisk:
         """Open a file for reading and writing."""
         file = self.inner.open(path, create=create, is_best_effort=is_best_effort)
         if path not in self._files:
-            self._files[path] = self._next
-            self._next += 1
+            self._files[path] = self._next_file_id
+            self._next_file_id += 1
             self.changes.append(CreateFile(path, self._files[path]))
         return RecordingFile(self, file, self._files[path], path)
 

@@ -102,7 +102,7 @@ class SimFile:
         self._path = path
         self._inode = inode
         self._is_best_effort = is_best_effort
-        self._boot = disk.boot_count
+        self._boot_number = disk.boot_count
         self._is_open = True
         disk.open_count += 1
 
@@ -110,7 +110,7 @@ class SimFile:
         disk = self._disk
         if disk.is_powered_off:
             raise PowerLoss
-        assert self._boot == disk.boot_count, "the file was opened before the power loss"
+        assert self._boot_number == disk.boot_count, "the file was opened before the power loss"
         assert self._is_open, f"{self._path} is closed"
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -232,7 +232,7 @@ class SimFile:
 
     def close(self) -> None:
         """Close the file, and release its exclusive lock."""
-        if self._is_open and self._boot == self._disk.boot_count:
+        if self._is_open and self._boot_number == self._disk.boot_count:
             self._disk.open_count -= 1
         self._is_open = False
         if self._inode.locked_by is self:

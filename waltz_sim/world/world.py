@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Action = Callable[[], None]
 _T = TypeVar("_T")
 
-_MASK: Final = (1 << 64) - 1
+_MASK_64_BITS: Final = (1 << 64) - 1
 
 
 def random_of_number(number: int) -> Random:
@@ -84,8 +84,8 @@ class World:
         self.notes: deque[str] = deque(maxlen=notes_max)
         self._heap: list[tuple[int, int, PlannedAction]] = []
         self._planned_count = 0
-        self._trace = hashlib.blake2b(digest_size=16)
-        self._fingerprint = seed & _MASK
+        self._trace_digest = hashlib.blake2b(digest_size=16)
+        self._fingerprint = seed & _MASK_64_BITS
 
     @property
     def now_ms(self) -> int:
@@ -95,7 +95,7 @@ class World:
     @property
     def trace_hash(self) -> str:
         """The hash of all notes so far (rule 4)."""
-        return self._trace.hexdigest()
+        return self._trace_digest.hexdigest()
 
     @property
     def fingerprint(self) -> str:
@@ -113,7 +113,7 @@ class World:
         if not self.is_traced:
             return
         line = f"{self.now_us / 1000:10.3f} {text}"
-        self._trace.update(line.encode())
+        self._trace_digest.update(line.encode())
         self.notes.append(line)
 
     def call_after_us(self, delay_us: int, action: Action) -> PlannedAction:
@@ -148,7 +148,7 @@ class World:
                 continue
             self.now_us = at_us
             self.step_count += 1
-            self._fingerprint = (self._fingerprint * 0x9E3779B1 + at_us + number) & _MASK
+            self._fingerprint = (self._fingerprint * 0x9E3779B1 + at_us + number) & _MASK_64_BITS
             action()
             if until is not None and until():
                 return True
