@@ -141,7 +141,7 @@ def first_items_text(parts: Sequence[object]) -> str:
     return text if len(parts) <= 10 else f"{text}, ..."
 
 
-def spans(
+def plan_spans(
     starts: Mapping[int, int],
     ends: Mapping[int, int],
     wanted_ranges: Sequence[tuple[int, int]] = (),

@@ -15,12 +15,12 @@ from waltz_core.errors import BadConfig
 from waltz_core.spans import ROW_COUNT_ATTRIBUTE, WaltzTracer
 from waltz_core.user_functions import load_function
 
-_HINT = "Hint: install the module on all workers, or distribute it with spark.addArtifacts."
+_INSTALL_HINT = "Hint: install the module on all workers, or distribute it with spark.addArtifacts."
 
 
 @functools.cache
 def _tracer_of(name: str) -> WaltzTracer:
-    start = load_function(name, "option 'traces'", _HINT)
+    start = load_function(name, "option 'traces'", _INSTALL_HINT)
     try:
         start()
     except Exception as error:
@@ -36,10 +36,10 @@ def with_read_span(
     Raises:
         BadConfig: the function or OpenTelemetry is not installed, or the function has failed.
     """
-    return batches if name is None else _traced(batches, _tracer_of(name), partition)
+    return batches if name is None else _with_span(batches, _tracer_of(name), partition)
 
 
-def _traced(
+def _with_span(
     batches: Iterator[pa.RecordBatch], tracer: WaltzTracer, partition: int
 ) -> Iterator[pa.RecordBatch]:
     attributes = {**_spark_attributes(), "waltz.partition": partition}

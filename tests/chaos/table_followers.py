@@ -139,7 +139,7 @@ class CommandFollower:
         return []
 
 
-class FoundFollower(CommandFollower):
+class InferringFollower(CommandFollower):
     """`waltz-core follow`, which infers the columns."""
 
     columns = ()

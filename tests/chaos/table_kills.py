@@ -1,7 +1,7 @@
 """Kills of followers, servers and storages at random points; the table always equals a replay.
 
     python -m tests.chaos.table_kills --kills 50 --seed 1
-    python -m tests.chaos.table_kills --kills 50 --follower found
+    python -m tests.chaos.table_kills --kills 50 --follower inferred
     PYSPARK_VERSION=4.2.1 scripts/run python -m tests.chaos.table_kills --kills 50 --follower spark
 
 A client appends to a local cluster, and a follower keeps a Delta table equal to the log. Meanwhile,
@@ -39,7 +39,12 @@ from pathlib import Path
 import msgpack
 from deltalake import DeltaTable
 
-from tests.chaos.table_followers import CommandFollower, FoundFollower, SparkFollower, TableFollower
+from tests.chaos.table_followers import (
+    CommandFollower,
+    InferringFollower,
+    SparkFollower,
+    TableFollower,
+)
 from tests.fault.load import wait_until
 from tests.time_limits import PATIENT_CLIENT
 from tests.written_log import (
@@ -58,7 +63,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.tables.table_marks import decode_marks
 
-FOLLOWERS = {"command": CommandFollower, "found": FoundFollower, "spark": SparkFollower}
+FOLLOWERS = {"command": CommandFollower, "inferred": InferringFollower, "spark": SparkFollower}
 MEMBERS = {"server": 1, "storage": 1}
 MOMENTS = ("delay", "data", "version")
 FIELDS = "fields"  # another moment: a version only adds fields of structs
@@ -178,8 +183,8 @@ class TableKills:
 
     def _await_moment(self) -> None:
         """Wait for a drawn moment (rule 1)."""
-        is_found = isinstance(self._follower, FoundFollower)
-        moment = self._rng.choice([*MOMENTS, FIELDS] if is_found else MOMENTS)
+        infers_columns = isinstance(self._follower, InferringFollower)
+        moment = self._rng.choice([*MOMENTS, FIELDS] if infers_columns else MOMENTS)
         if moment == "delay":
             self._pause(self._rng.uniform(0, DELAY_S))
             return
@@ -318,7 +323,7 @@ def play(
         )
         written = WrittenLog(cluster.connect, [])
         client = stack.enter_context(WaltzClient(cluster.connect, PATIENT_CLIENT))
-        writer = EndlessWriter(client, seed, has_structs=follower == "found")
+        writer = EndlessWriter(client, seed, has_structs=follower == "inferred")
         stack.callback(writer.stop)
         following = FOLLOWERS[follower](written, table, directory)
         stack.callback(following.close)

@@ -16,7 +16,7 @@ from waltz_core.tables.table_marks import TableMarks, encode_marks
 
 # `tests/unit/tables/test_inferred_columns.py` infers columns in batches that end anywhere.
 @pytest.mark.fault
-@pytest.mark.parametrize("follower", ["command", pytest.param("found", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("follower", ["command", pytest.param("inferred", marks=pytest.mark.slow)])
 def test_a_table_is_correct_after_kills_of_its_follower_a_server_and_a_storage(
     tmp_path: Path, follower: str
 ):

@@ -41,14 +41,14 @@ I64 = npt.NDArray[np.int64]
 class IndexRepairResult(NamedTuple):
     """The result of a repair.
 
-    `entries` is the number of entries in the new index. `difference_count` is the number of places
-    at which the old index differs, including its header and its size. `kept_count` is the
+    `entry_count` is the number of entries in the new index. `difference_count` is the number of
+    places at which the old index differs, including its header and its size. `kept_count` is the
     number of entries of records that cannot be read.
     """
 
     path: Path
-    entries: int
-    old_entries: int | None
+    entry_count: int
+    old_entry_count: int | None
     difference_count: int
     kept_count: int
 

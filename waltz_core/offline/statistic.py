@@ -36,7 +36,7 @@ class SessionStatistic:
 
     first: int
     last: int
-    batches: int = 0
+    batch_count: int = 0
     first_stamp_ms: int = 0
     last_stamp_ms: int = 0
 
@@ -48,15 +48,15 @@ class SegmentStatistic:
     path: Path
     header: FileHeader
     file_bytes: int = 0
-    records: int = 0
+    record_count: int = 0
     last: int | None = None
     unreadable_bytes: int = 0
     sizes: Counter[int] = field(default_factory=Counter)  # the sizes of the data of records
     clients: Counter[int] = field(default_factory=Counter)
-    index_entries: int | None = None
-    batches: int = 0
+    index_entry_count: int | None = None
+    batch_count: int = 0
     batch_records: Counter[int] = field(default_factory=Counter)
-    invalid_batches: int = 0
+    invalid_batch_count: int = 0
     sessions: dict[int, SessionStatistic] = field(default_factory=dict)
     first_stamp_ms: int | None = None
     last_stamp_ms: int | None = None
@@ -72,9 +72,9 @@ class SegmentStatistic:
 
         None without index.
         """
-        if self.index_entries is None:
+        if self.index_entry_count is None:
             return None
-        return self.index_entries / self.records if self.records else 1.0
+        return self.index_entry_count / self.record_count if self.record_count else 1.0
 
 
 def percentile(counts: Counter[int], percent: int) -> int:
@@ -99,7 +99,7 @@ def statistic_of(path: Path) -> SegmentStatistic:
                 statistic.unreadable_bytes += part.end - part.offset
                 continue
             starts = part.bounds[:-1]
-            statistic.records += part.length
+            statistic.record_count += part.length
             statistic.last = part.first + part.length - 1
             statistic.clients.update(
                 [unpack(part.data, record_start)[1] for record_start in starts]
@@ -111,7 +111,7 @@ def statistic_of(path: Path) -> SegmentStatistic:
     index = segment_path(path.parent, int(path.stem), ".idx")
     if index.exists():
         with OpenFile(index) as file:
-            statistic.index_entries = max(0, file.size() - FILE_HEADER_BYTES) // OFFSET_BYTES
+            statistic.index_entry_count = max(0, file.size() - FILE_HEADER_BYTES) // OFFSET_BYTES
     _count_batches(statistic, segment_path(path.parent, int(path.stem), ".chn"))
     return statistic
 
@@ -123,9 +123,9 @@ def _count_batches(statistic: SegmentStatistic, path: Path) -> None:
         for placed in batches_of(file, header_of(file).segment_crc):
             entry = placed.batch
             if entry.errors:
-                statistic.invalid_batches += 1
+                statistic.invalid_batch_count += 1
                 continue
-            statistic.batches += 1
+            statistic.batch_count += 1
             statistic.batch_records[entry.last - entry.first + 1] += 1
             stamp = entry.stamp_ms
             first, last = statistic.first_stamp_ms, statistic.last_stamp_ms
@@ -138,4 +138,4 @@ def _count_batches(statistic: SegmentStatistic, path: Path) -> None:
                 ),
             )
             session_statistic.last, session_statistic.last_stamp_ms = entry.last, stamp
-            session_statistic.batches += 1
+            session_statistic.batch_count += 1

@@ -287,7 +287,7 @@ class _ClusterDiagnosis:
                     "replicas-share-group", partition_id, partition=partition_id, spread=spread
                 )
         for address, partitions in self.left_over_partitions.items():
-            names = _ranges(partitions)
+            names = _ranges_text(partitions)
             self._add_finding("replica-left-over", address, storage=address, partitions=names)
 
     # --- servers
@@ -462,7 +462,7 @@ class _ClusterDiagnosis:
             self._add_finding(
                 "archive-url-missing",
                 subject="archive",
-                partitions=_ranges(archived),
+                partitions=_ranges_text(archived),
                 start=self._diagnosis.start_command_with_option(
                     "storage", "--archive-url URL", archive="URL"
                 ),
@@ -626,7 +626,7 @@ class _ClusterDiagnosis:
             ),
         )
         return (
-            f"waltz-core cluster move-replica {_ranges(movable_partitions(target))} "
+            f"waltz-core cluster move-replica {_ranges_text(movable_partitions(target))} "
             f"{address} {target} --connect {self._diagnosis.connect}"
         )
 
@@ -891,7 +891,7 @@ def _is_nearly_full(disk: DiskFacts) -> bool:
     return disk.is_full or disk.free_bytes < free_bytes_min
 
 
-def _ranges(partitions: Iterable[int]) -> str:
+def _ranges_text(partitions: Iterable[int]) -> str:
     """Return partitions as ranges, in the syntax of commands: 0-6,9."""
     runs: list[list[int]] = []
     for partition_id in sorted(partitions):

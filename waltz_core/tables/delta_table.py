@@ -89,7 +89,9 @@ class FollowedDeltaTable:
         self._schema = _with_position_columns(schema or pa.schema([]))
         self._uri, self._key = uri, list(key)
         self._table: DeltaTable | None = None
-        self._start: TableMarks | None = None  # the marks of a table before its creation (rule 7)
+        self._start_marks: TableMarks | None = (
+            None  # the marks of a table before its creation (rule 7)
+        )
         self._state: tuple[int, TableState] | None = None  # the version of the table, and its state
 
     def columns(self) -> ArrowSchema:
@@ -99,7 +101,7 @@ class FollowedDeltaTable:
 
     def create(self, start: TableMarks) -> None:
         """Request that the next `apply` with an effect, or `finish`, creates the table (rule 7)."""
-        self._start = start
+        self._start_marks = start
 
     def finish(self) -> None:
         """Create the table if `create` was called; the first commit contains the start marks.
@@ -108,7 +110,7 @@ class FollowedDeltaTable:
             Superseded: the table exists already.
             The errors of `library_error`: the library reports an error.
         """
-        if self._start is None:
+        if self._start_marks is None:
             return
         with self._translate_errors():
             try:
@@ -116,13 +118,13 @@ class FollowedDeltaTable:
                     self._uri,
                     self._schema,
                     mode="error",
-                    commit_properties=_commit_properties(self._start),
+                    commit_properties=_commit_properties(self._start_marks),
                 )
             except DeltaError:
                 if DeltaTable.is_deltatable(self._uri):
                     raise Superseded(f"table {self._uri}: another program has created it") from None
                 raise
-        self._start = None
+        self._start_marks = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest version, or of a table that is not created yet.
@@ -140,15 +142,18 @@ class FollowedDeltaTable:
                 try:
                     table = DeltaTable(self._uri)
                 except TableNotFoundError:
-                    if self._start is None:
+                    if self._start_marks is None:
                         return None
                     return TableState(
-                        encode_marks(self._start), self._start.version, (), has_rows=False
+                        encode_marks(self._start_marks),
+                        self._start_marks.version,
+                        (),
+                        has_rows=False,
                     )
                 _check_partition_types(table)
                 if self._has_declared_columns:
                     self._check_columns(table)
-                self._table, self._start = table, None
+                self._table, self._start_marks = table, None
             else:
                 self._table.update_incremental()
                 if not self._table.history(1):  # an update would find nothing new there

@@ -93,7 +93,9 @@ class FollowedParquetTable:
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
         self._newest_batch = -1  # the number of the newest complete batch
-        self._start: TableMarks | None = None  # the marks of a table before its creation (rule 5)
+        self._start_marks: TableMarks | None = (
+            None  # the marks of a table before its creation (rule 5)
+        )
         self._has_checked_columns = False
 
     def columns(self) -> ArrowSchema:
@@ -122,7 +124,7 @@ class FollowedParquetTable:
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
                 f"found {other_files[0]}. Hint: use another directory."
             )
-        self._start = start
+        self._start_marks = start
 
     def finish(self) -> None:
         """Create the table if `create` was called: an empty batch with the marks of the start.
@@ -131,9 +133,9 @@ class FollowedParquetTable:
             Superseded: the table exists already.
             Unavailable: the store reports an error.
         """
-        if self._start is not None:
-            self._publish([], self._start)
-            self._start = None
+        if self._start_marks is not None:
+            self._publish([], self._start_marks)
+            self._start_marks = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state after the newest complete batch, or of a table that is not created yet.
@@ -151,12 +153,12 @@ class FollowedParquetTable:
             if self._newest_batch < 0 or not self._is_newest_batch():
                 self._newest_batch = max(self._complete_batches(), default=-1)
             if self._newest_batch < 0:
-                if self._start is None:
+                if self._start_marks is None:
                     return None
                 return TableState(
-                    encode_marks(self._start), self._start.version, (), has_rows=False
+                    encode_marks(self._start_marks), self._start_marks.version, (), has_rows=False
                 )
-            self._start = None
+            self._start_marks = None
             if not self._has_checked_columns:
                 self._check_columns()
                 self._has_checked_columns = True

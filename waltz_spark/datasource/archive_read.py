@@ -51,7 +51,7 @@ def find_archived_objects(
         except BadConfig:
             raise
         except WaltzError as error:
-            _warn_not_read(partition, first, error)
+            _warn_archive_not_read(partition, first, error)
             continue
         if objects.entries:
             objects_by_partition[partition] = objects
@@ -69,7 +69,7 @@ def last_archived_before(url: str, partition: int, archived: ArchivedRange, time
     except BadConfig:
         raise
     except WaltzError as error:
-        _warn_not_read(partition, archived.first, error)
+        _warn_archive_not_read(partition, archived.first, error)
         return BEFORE_FIRST
 
 
@@ -126,8 +126,8 @@ def read_archived_chunks(
             first = chunk.next
             yield chunk
     except WaltzError as error:
-        _warn_not_read(span.partition, first, error)
+        _warn_archive_not_read(span.partition, first, error)
 
 
-def _warn_not_read(partition: int, first: int, error: WaltzError) -> None:
+def _warn_archive_not_read(partition: int, first: int, error: WaltzError) -> None:
     _log.warning("spark.archive_not_read partition=%d first=%d error=%s", partition, first, error)

@@ -23,7 +23,11 @@ from waltz_spark.datasource.fetch import (
     read_converted_batches,
     read_log_batches,
 )
-from waltz_spark.datasource.start_offsets import ends, extend_to_first_available, starts
+from waltz_spark.datasource.start_offsets import (
+    determine_ends,
+    determine_starts,
+    extend_to_first_available,
+)
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, query_replica_sets
 from waltz_spark.task_spans import with_read_span
@@ -82,9 +86,9 @@ class WaltzBatchReader(DataSourceReader):
             linearizable=is_given,
             group=options.group,
         )
-        begin, end = starts(client, options, sources), ends(options, sources)
+        begin, end = determine_starts(client, options, sources), determine_ends(options, sources)
         planning.check_order(options, begin, end)
-        spans = planning.spans(begin, end, options.transaction_ids)
+        spans = planning.plan_spans(begin, end, options.transaction_ids)
         return plan_read_tasks(client, options, spans, sources)
 
     @without_stack_each

@@ -30,7 +30,7 @@ CONCURRENT_PARTITIONS_MAX = 32
 _log = logging.getLogger("waltz")
 
 
-def starts(
+def determine_starts(
     client: WaltzClient, options: ReadOptions, sources: Mapping[int, ReplicaSet]
 ) -> dict[int, int]:
     """Return the exclusive start of each partition. `sources` has the current marks.
@@ -90,7 +90,7 @@ def _earliest_starts(options: ReadOptions, first_ids: Mapping[int, int]) -> dict
     )
 
 
-def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
+def determine_ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the inclusive end of each partition in `sources`, at least the last expired ID.
 
     Raises:

@@ -40,10 +40,10 @@ from waltz_spark import planning
 from waltz_spark.datasource.batch_read import plan_read_tasks, run_read_task
 from waltz_spark.datasource.feed_read import streaming_query_id
 from waltz_spark.datasource.start_offsets import (
+    determine_starts,
     first_available_ids,
     high_water_marks_of,
     raise_to_first_available,
-    starts,
 )
 from waltz_spark.offsets import Offset, StreamOffset, decode_offset, encode_offset
 from waltz_spark.options import Marks, ReadOptions
@@ -92,7 +92,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         # Rule 3: compare a mark from the user with marks that a quorum has confirmed.
         client, sources = self._query_partitions(linearizable=True)
-        return encode_offset(starts(client, self._options, sources), client.cluster().key)
+        return encode_offset(determine_starts(client, self._options, sources), client.cluster().key)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return the maximum size of a micro-batch, unless the trigger sets another limit."""
@@ -253,7 +253,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         options, (ends, cluster) = self._options, self._decode_offset(end)
         begin = self._decode_offset(start).marks
-        spans = planning.spans(begin, ends, options.transaction_ids)
+        spans = planning.plan_spans(begin, ends, options.transaction_ids)
         planned_ends = {span.partition: ends[span.partition] for span in spans}
         client, sources = self._query_partitions(list(planned_ends), linearizable=False)
         if _partitions_with_earlier_end(planned_ends, sources):
@@ -284,7 +284,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begin = {partition: begin[partition] for partition in first_ids}
         begin = raise_to_first_available(options, begin, first_ids, _START_OF_STREAM)
         ends = {each: max(ends[each], at) for each, at in begin.items()}
-        spans = planning.spans(begin, ends, options.transaction_ids)
+        spans = planning.plan_spans(begin, ends, options.transaction_ids)
         return plan_read_tasks(client, options, spans, sources)
 
     @without_stack_each

@@ -34,7 +34,9 @@ def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[LagByPa
     """
     lags: list[LagByPartition] = []
     for source in progress["sources"]:
-        latest, end = (offset_of(source[name]) for name in ("latestOffset", "endOffset"))
+        latest, end = (
+            parse_progress_offset(source[name]) for name in ("latestOffset", "endOffset")
+        )
         if latest is not None and end is not None:
             # Spark requested the latest offset earlier: the stream may be past it by now.
             ends = end.marks
@@ -47,7 +49,7 @@ def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[LagByPa
     return lags
 
 
-def offset_of(offset: object) -> StreamOffset | None:
+def parse_progress_offset(offset: object) -> StreamOffset | None:
     """Return an offset in a query's progress; None if the offset is not from Waltz."""
     try:
         parsed_offset = json.loads(offset) if isinstance(offset, str) else offset

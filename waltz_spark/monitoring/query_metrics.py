@@ -32,7 +32,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.client.read.start_times import UNSTAMPED, stamp_ms_of
 from waltz_core.errors import WaltzError
 from waltz_core.exported_metrics import MetricValues, export
-from waltz_spark.monitoring.lag import offset_of
+from waltz_spark.monitoring.lag import parse_progress_offset
 from waltz_spark.offsets import StreamOffset
 from waltz_spark.shared_clients import with_client
 from waltz_spark.writer.write_counts import (
@@ -67,7 +67,7 @@ class _Progress:
 
     name: str
     run: str
-    ends: list[StreamOffset] = field(default_factory=list)  # of the sources that are logs
+    end_offsets: list[StreamOffset] = field(default_factory=list)  # of the sources that are logs
     counts: WriteCounts = NO_ROWS
     has_failed: bool = False
 
@@ -88,11 +88,11 @@ class _Queries:
                 if each.name == name and each.has_failed:
                     del self._queries[other_query]
 
-    def note(self, query: str, now: _Progress) -> None:
+    def record(self, query: str, progress: _Progress) -> None:
         """Record the position of a query, and the counts of its rows."""
         with self._lock:
-            progress = self._queries.setdefault(query, now)
-            progress.ends, progress.counts = now.ends, now.counts
+            recorded = self._queries.setdefault(query, progress)
+            recorded.end_offsets, recorded.counts = progress.end_offsets, progress.counts
 
     def end(self, query: str, run: str, *, has_failed: bool) -> bool:
         """Forget a query, unless it has failed (rule 2); return False if a later run has begun."""
@@ -121,7 +121,7 @@ class _Queries:
         marks_by_key: dict[_LagKey, int] = {}
         with self._lock:
             for query in self._queries.values():
-                for source, end in enumerate(query.ends):
+                for source, end in enumerate(query.end_offsets):
                     if end.cluster_key != key.hex():
                         continue
                     for partition, mark in end.marks.items():
@@ -146,10 +146,10 @@ class _ProgressListener(StreamingQueryListener):
         progress = event.progress
         query = str(progress.id)
         open_counts(query)  # it may have started before the export
-        ends = [offset_of(source["endOffset"]) for source in progress["sources"]]
+        ends = [parse_progress_offset(source["endOffset"]) for source in progress["sources"]]
         log_ends = [end for end in ends if end is not None]
         now = _Progress(progress.name or query, str(progress.runId), log_ends, read_counts(query))
-        _queries.note(query, now)
+        _queries.record(query, now)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
         """Do nothing: the last position is still valid."""
@@ -161,7 +161,7 @@ class _ProgressListener(StreamingQueryListener):
             remove_counts(query)
 
 
-_connects: Final[dict[str, None]] = {}
+_connect_strings: Final[dict[str, None]] = {}
 
 
 class _LagRequest:
@@ -224,7 +224,7 @@ class _Scrape:
             values.add("waltz_spark_rejected_rows_total", counts.rejected, query=query)
             values.add("waltz_spark_retried_rows_total", counts.retried, query=query)
         with self._lock:
-            for connect in list(_connects):
+            for connect in list(_connect_strings):
                 if connect not in self._requests or not self._requests[connect].is_running:
                     self._requests[connect] = _LagRequest(connect)
             requests = list(self._requests.values())
@@ -263,5 +263,5 @@ def export_metrics(
     with_client(connect, lambda client: client.cluster())
     make_directory()
     export(_scrape.add_values, port, host)
-    _connects[connect] = None
+    _connect_strings[connect] = None
     spark.streams.addListener(_ProgressListener())

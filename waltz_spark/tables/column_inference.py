@@ -42,14 +42,14 @@ class ColumnInferringRead:
         reader: reads the columns of the log, with `data`.
         tasks: the tasks, in the order of the log.
         rules: how transactions become changes.
-        known: the known columns of the table.
+        known_columns: the known columns of the table.
         data_format: the format of the payloads.
     """
 
     reader: DataSourceReader
     tasks: Sequence[InputPartition]
     rules: ChangeRules
-    known: pa.Schema
+    known_columns: pa.Schema
     data_format: str
 
     @without_stack_each
@@ -60,7 +60,7 @@ class ColumnInferringRead:
                 rows = self.reader.read(self.tasks[number])
                 rows = decrypted_rows(rows, [*LOG_COLUMNS, "data"])
                 changes = compute_changes_inferring_columns(
-                    combine_batches(rows), self.rules, self.known, self.data_format
+                    combine_batches(rows), self.rules, self.known_columns, self.data_format
                 )
                 names = [name for name in changes.schema.names if name not in LOG_COLUMNS]
                 names = [*names[:-1], *LOG_COLUMNS[:2], DELETED_COLUMN]
@@ -140,10 +140,10 @@ class ColumnInference:
         try:
             columns = self._run_tasks(read)
         except (BadFormat, BadConfig, _SchemaConflict):
-            columns = read.known
+            columns = read.known_columns
             for task in read.tasks:  # rule 1
-                columns = self._run_tasks(replace(read, tasks=[task], known=columns))
-            columns = self._run_tasks(replace(read, known=columns))
+                columns = self._run_tasks(replace(read, tasks=[task], known_columns=columns))
+            columns = self._run_tasks(replace(read, known_columns=columns))
         assert self._parts is not None, "the tasks have run"
         position = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
         deleted = pa.field(DELETED_COLUMN, pa.bool_(), nullable=False)
@@ -166,7 +166,7 @@ class ColumnInference:
             column_rows = (
                 self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
             )
-        known_columns = read.known
+        known_columns = read.known_columns
         for _, columns in sorted((row["task"], bytes(row["columns"])) for row in column_rows):
             known_columns = _merge_schemas(known_columns, pa.ipc.read_schema(pa.py_buffer(columns)))
         if field_count(part.type for part in known_columns) > COLUMNS_MAX:

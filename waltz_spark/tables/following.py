@@ -30,7 +30,7 @@ from waltz_core.tables.row_changes import (
 )
 from waltz_core.tables.table_marks import TableMarks, marks_to_continue_from
 from waltz_spark.api import option_texts
-from waltz_spark.datasource.start_offsets import starts
+from waltz_spark.datasource.start_offsets import determine_starts
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import client_of, query_replica_sets, with_client
 from waltz_spark.spark_version import arrow_schema
@@ -496,7 +496,7 @@ def _start_marks(
     text = start.isoformat() if isinstance(start, datetime) else start
     read_options = parse_read({**options, "startingTimestamp": text})
     client, sources = query_replica_sets(connect, range, linearizable=True)
-    return starts(client, read_options, sources)
+    return determine_starts(client, read_options, sources)
 
 
 def _end_marks(state_reader: LogStateReader, until: object) -> Mapping[int, int] | None:

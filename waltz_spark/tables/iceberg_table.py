@@ -106,7 +106,9 @@ class MergedIcebergTable:
         self._columns = [StructField(part.name, part.dataType) for part in schema]
         self._schema = StructType([*self._columns, *_POSITION_COLUMN_NAMES.fields()])
         self._branch = f"{_BRANCH_PREFIX}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
+        self._start_marks: TableMarks | None = (
+            None  # the marks of a table that the first `apply` creates
+        )
         self._base_snapshot: int | None = None  # the snapshot of `main` that `marks` has read
         self._new_columns: list[StructField] | None = None  # to be added; None: not checked
         self._has_dropped_branches = False  # whether the branches of earlier runs were dropped
@@ -116,7 +118,7 @@ class MergedIcebergTable:
 
         So a first batch that cannot be read leaves no table.
         """
-        self._start = start
+        self._start_marks = start
 
     def finish(self) -> None:
         """Create the table if `create` was called; its first snapshot has the marks of its start.
@@ -125,13 +127,13 @@ class MergedIcebergTable:
             Superseded: the table exists already.
             BadConfig: the session has no Iceberg library.
         """
-        if self._start is None:
+        if self._start_marks is None:
             return
         with self.translate_errors():
-            self._session.conf.set(_MARKS_SETTING, encode_marks(self._start))
+            self._session.conf.set(_MARKS_SETTING, encode_marks(self._start_marks))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
-            self._start = None
+            self._start_marks = None
             self._base_snapshot, self._new_columns = self._first_snapshot(), []
 
     def marks(self, follower: TableMarks) -> TableState | None:
@@ -150,12 +152,12 @@ class MergedIcebergTable:
             except PySparkException as error:
                 if not _NO_TABLE_ERRORS.search(str(error)):
                     raise
-                if self._start is None:
+                if self._start_marks is None:
                     return None
                 return TableState(
-                    encode_marks(self._start), self._start.version, (), has_rows=False
+                    encode_marks(self._start_marks), self._start_marks.version, (), has_rows=False
                 )
-            self._start = None
+            self._start_marks = None
             if self._new_columns is None:
                 self._new_columns = self._missing_columns()
             self._base_snapshot = branches.get("main")
@@ -176,7 +178,7 @@ class MergedIcebergTable:
             BadConfig: the session has no Iceberg library for this version of Spark.
             The errors of `read` of the log: the changes cannot be read.
         """
-        first = changes.persist() if changes is not None and self._start is not None else None
+        first = changes.persist() if changes is not None and self._start_marks is not None else None
         try:
             if first is not None:
                 with self.translate_errors():

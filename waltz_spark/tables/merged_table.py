@@ -96,10 +96,12 @@ class MergedDeltaTable:
                 "of a name with characters other than letters, digits and _ needs backticks: "
                 "shop.`accounts-2`."
             )
-        self._sql = f"delta.{quote_identifier(name)}" if self._is_path else name
+        self._sql_name = f"delta.{quote_identifier(name)}" if self._is_path else name
         self._has_checked_columns = False
         self._stored_columns = StructType()  # the columns of the version that `marks` has read
-        self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
+        self._start_marks: TableMarks | None = (
+            None  # the marks of a table that the first `apply` creates
+        )
         self._next_version = 0  # the `txn` version of the next commit (rule 1)
         self._partition_columns: list[str] | None = None  # None: not read yet
 
@@ -114,7 +116,7 @@ class MergedDeltaTable:
 
         So a first batch that cannot be read leaves no table.
         """
-        self._start = start
+        self._start_marks = start
 
     def finish(self) -> None:
         """Create the table without rows, if `create` was called.
@@ -123,9 +125,9 @@ class MergedDeltaTable:
             Superseded: the table exists already.
             BadConfig: the session has no Delta library.
         """
-        if self._start is None:
+        if self._start_marks is None:
             return
-        start = self._start
+        start = self._start_marks
         with self.translate_errors():
             self._set_commit_settings(start, start.version)
             empty = self._session.createDataFrame(
@@ -136,7 +138,7 @@ class MergedDeltaTable:
                 writer.save(self._name)
             else:
                 writer.saveAsTable(self._name)
-        self._start, self._next_version = None, start.version + 1
+        self._start_marks, self._next_version = None, start.version + 1
         self._stored_columns = empty.schema
 
     def marks(self, follower: TableMarks) -> TableState | None:
@@ -149,12 +151,12 @@ class MergedDeltaTable:
         with self.translate_errors():
             commits, stored_state = self._newest_commits(follower)
             if not commits:
-                if self._start is None:
+                if self._start_marks is None:
                     return None
                 return TableState(
-                    encode_marks(self._start), self._start.version, (), has_rows=False
+                    encode_marks(self._start_marks), self._start_marks.version, (), has_rows=False
                 )
-            self._start = None
+            self._start_marks = None
             self._stored_columns = self._read_table().schema
             self._check_columns()
             state = stored_state or self._state_without_marks(commits, follower)
@@ -171,7 +173,7 @@ class MergedDeltaTable:
             The errors of `read` of the log: the changes cannot be read.
         """
         schema = self._columns_of_changes(changes)
-        first = changes.persist() if changes is not None and self._start is not None else None
+        first = changes.persist() if changes is not None and self._start_marks is not None else None
         try:
             if first is not None:
                 with self.translate_errors():
@@ -204,7 +206,7 @@ class MergedDeltaTable:
     ) -> bool:
         """Merge changes; return False if Delta has skipped the `MERGE` (rule 1)."""
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        into_clause = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
+        into_clause = f"INTO {self._sql_name} AS target USING global_temp.{view} AS source ON"
         if changes is None or not set(self._key) <= set(schema.names):  # no rows to merge
             changes = self._session.createDataFrame([], "partition int")
             merge = (
@@ -225,7 +227,7 @@ class MergedDeltaTable:
     def _with_null_text_checks(self, changes: DataFrame) -> DataFrame:
         """Make changes fail if a partition column has a text that Delta reads as null (rule 5)."""
         if self._partition_columns is None:
-            detail = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]
+            detail = self._session.sql(f"DESCRIBE DETAIL {self._sql_name}").collect()[0]
             self._partition_columns = list(detail["partitionColumns"])
         checked = {}
         for part in changes.schema:
@@ -257,7 +259,7 @@ class MergedDeltaTable:
         columns = ", ".join(
             f"{quote_identifier(part.name)} {part.dataType.simpleString()}" for part in new
         )
-        self._session.sql(f"ALTER TABLE {self._sql} ADD COLUMNS ({columns})")
+        self._session.sql(f"ALTER TABLE {self._sql_name} ADD COLUMNS ({columns})")
         self._stored_columns = self._read_table().schema
 
     def _set_commit_settings(self, marks: TableMarks, version: int) -> None:
@@ -290,7 +292,7 @@ class MergedDeltaTable:
 
     def _read_history(self, limit: int) -> list[Row]:
         try:
-            history = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
+            history = self._session.sql(f"DESCRIBE HISTORY {self._sql_name} LIMIT {limit}")
             mode = F.coalesce(F.col("operationParameters")["mode"], F.lit("")).alias("mode")
             return history.select("version", "operation", mode, "userMetadata").collect()
         except PySparkException as error:
@@ -315,7 +317,7 @@ class MergedDeltaTable:
 
     def _stored_version(self, application: str) -> int | None:
         """Return the newest `txn` version of an application; only Delta's log files contain it."""
-        location = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]["location"]
+        location = self._session.sql(f"DESCRIBE DETAIL {self._sql_name}").collect()[0]["location"]
         escaped = re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", location)
         reader = self._session.read.schema("txn struct<appId: string, version: bigint>")
         version_rows = []

@@ -38,7 +38,7 @@ class SparkParquetTable:
     def __init__(self, uri: str, schema: StructType, rules: ChangeRules) -> None:
         columns = arrow_schema(schema)
         self._table = FollowedParquetTable(uri, columns, rules)
-        self._write = ParquetFileWriter(uri, with_position_columns(columns))
+        self._file_writer = ParquetFileWriter(uri, with_position_columns(columns))
 
     def create(self, start: TableMarks) -> None:
         """Let the first batch create the table; errors as in `FollowedParquetTable`."""
@@ -66,9 +66,10 @@ class SparkParquetTable:
         """
         if changes is None:
             return self._table.apply(None, marks)
-        with translate_errors(f"table {self._write.uri}", changes.sparkSession, library=None):
+        with translate_errors(f"table {self._file_writer.uri}", changes.sparkSession, library=None):
             names = [
-                row["name"] for row in changes.mapInArrow(self._write, _FILE_COLUMNS).collect()
+                row["name"]
+                for row in changes.mapInArrow(self._file_writer, _FILE_COLUMNS).collect()
             ]
         if names:
             self._table.publish(names, marks)

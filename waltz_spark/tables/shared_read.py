@@ -227,9 +227,13 @@ class SharedRead:
         return changes_by_table
 
 
-def _as_structs(changes: ArrowTable, at: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield changes as structs in column `at`; the other columns are null."""
-    for batch in changes.cast(pa.schema(list(schema.types[at]))).to_batches():
+def _as_structs(
+    changes: ArrowTable, column_index: int, schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    """Yield changes as structs in column `column_index`; the other columns are null."""
+    for batch in changes.cast(pa.schema(list(schema.types[column_index]))).to_batches():
         columns = [pa.nulls(batch.num_rows, kind) for kind in schema.types]
-        columns[at] = pa.StructArray.from_arrays(batch.columns, fields=list(schema.types[at]))
+        columns[column_index] = pa.StructArray.from_arrays(
+            batch.columns, fields=list(schema.types[column_index])
+        )
         yield pa.RecordBatch.from_arrays(columns, schema=schema)

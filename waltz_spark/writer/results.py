@@ -41,7 +41,7 @@ RESULT_FIELDS = (
     pa.field("retry_high_water_mark", pa.int64()),
 )
 SUMMARY_FILE = "_waltz.json"
-_SUCCESS = "_SUCCESS"
+_SUCCESS_FILE = "_SUCCESS"
 # Spark and pyarrow ignore files with this prefix.
 _HIDDEN_PREFIX = "_"
 _RESULT_COLUMN_NAMES = frozenset(part.name for part in RESULT_FIELDS)
@@ -200,6 +200,6 @@ def rewrite_summary(results_path: str, summary: dict[str, object]) -> None:
 
 
 def _write_summary(directory: ResultDirectory, summary: dict[str, object]) -> None:
-    for name, text in ((SUMMARY_FILE, json.dumps(summary)), (_SUCCESS, "")):
+    for name, text in ((SUMMARY_FILE, json.dumps(summary)), (_SUCCESS_FILE, "")):
         with directory.file_system.open_output_stream(f"{directory.path}/{name}") as stream:
             stream.write(text.encode())

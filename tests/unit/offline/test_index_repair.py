@@ -60,7 +60,7 @@ def test_a_rebuilt_index_equals_the_index_of_the_storage(disk, damage):
 def test_a_correct_index_is_unchanged(disk):
     before = disk.step_count
     repair = repair_index(disk, SEGMENT, dry_run=False)
-    assert (repair.is_valid, repair.entries, repair.old_entries) == (True, 13, 13)
+    assert (repair.is_valid, repair.entry_count, repair.old_entry_count) == (True, 13, 13)
     assert disk.step_count == before
 
 
@@ -105,7 +105,7 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     disk.overwrite(SEGMENT, start, bytes(size))
     disk.flip_bits(INDEX, 128 + 8 * wrong_entry + 7)
     repair = repair_index(disk, SEGMENT, dry_run=False)
-    assert (repair.entries, repair.difference_count) == (13, 1)
+    assert (repair.entry_count, repair.difference_count) == (13, 1)
     assert repair.kept_count > 1
     assert disk.visible_content(INDEX) == good
 

@@ -13,7 +13,7 @@ from waltz_core.errors import BeforeLogStart, DataLoss
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import batch_read
 from waltz_spark.datasource.batch_read import ReadTask, WaltzBatchReader
-from waltz_spark.datasource.start_offsets import starts
+from waltz_spark.datasource.start_offsets import determine_starts
 from waltz_spark.options import parse_read
 from waltz_spark.spark_version import ReadMaxRows
 
@@ -41,7 +41,7 @@ def replica_set(first: int | None = FIRST) -> ReplicaSet:
 
 def start_of(first: int | None = FIRST, **options: str) -> int:
     chosen = parse_read({"path": CONNECT, **options})
-    return starts(Log(), chosen, {0: replica_set(first)})[0]
+    return determine_starts(Log(), chosen, {0: replica_set(first)})[0]
 
 
 @pytest.mark.parametrize(("first", "start"), [(None, -1), (0, -1), (5, 4), (10, 9)])
@@ -112,8 +112,8 @@ def test_without_expiry_a_start_time_before_the_log_selects_its_beginning() -> N
         read_range=lambda _, first, *__, **___: [SimpleNamespace(stamps=[(first, first, 77_000)])]
     )
     options = parse_read({"path": CONNECT, "startingTimestamp": "1970-01-01T00:00:09Z"})
-    assert starts(log, options, {0: replica_set(0)}) == {0: -1}
-    assert starts(log, options, {0: replica_set(None)}) == {0: -1}
+    assert determine_starts(log, options, {0: replica_set(0)}) == {0: -1}
+    assert determine_starts(log, options, {0: replica_set(None)}) == {0: -1}
 
 
 def test_a_stream_continues_at_the_first_available_id_and_reports_it(

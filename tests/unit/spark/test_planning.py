@@ -12,9 +12,9 @@ from waltz_spark.planning import (
     check_order,
     check_partitions_of_marks,
     chosen_partitions,
+    plan_spans,
     resolve_ends,
     resolve_starts,
-    spans,
     split_spans,
 )
 
@@ -29,7 +29,7 @@ def test_starts_are_exclusive_and_ends_inclusive() -> None:
         startingHighWaterMarks='{"0": 4, "1": -1}', endingHighWaterMarks='{"0": 6, "1": 4}'
     )
     starts, ends = resolve_starts(options, marks), resolve_ends(options, marks)
-    assert spans(starts, ends) == [TransactionRange(0, 5, 6), TransactionRange(1, 0, 4)]
+    assert plan_spans(starts, ends) == [TransactionRange(0, 5, 6), TransactionRange(1, 0, 4)]
 
 
 @pytest.mark.parametrize("name", ["startingHighWaterMarks", "endingHighWaterMarks"])
@@ -72,7 +72,7 @@ def test_a_start_after_the_end_is_rejected(starting: str) -> None:
 
 def test_an_empty_log_gives_no_task() -> None:
     options = read()
-    assert spans(resolve_starts(options, {0: -1}), resolve_ends(options, {0: -1})) == []
+    assert plan_spans(resolve_starts(options, {0: -1}), resolve_ends(options, {0: -1})) == []
     assert split_spans([], task_count_min=4, per_task_max=10) == []
 
 
@@ -85,7 +85,7 @@ def test_a_mark_past_the_end_is_data_loss_unless_allowed() -> None:
 
 
 def test_ranges_of_ids_apply_to_every_partition() -> None:
-    found = spans({0: -1, 1: -1}, {0: 99, 1: 15}, [(10, 19), (15, 30)])
+    found = plan_spans({0: -1, 1: -1}, {0: 99, 1: 15}, [(10, 19), (15, 30)])
     assert found == [
         TransactionRange(0, 10, 19),
         TransactionRange(0, 20, 30),

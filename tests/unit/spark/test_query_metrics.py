@@ -86,7 +86,7 @@ def listener(client: WaltzClient, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Export the metrics of a session; return its listener."""
     monkeypatch.setattr(query_metrics, "with_client", lambda _connect, use: use(client))
     monkeypatch.setattr(query_metrics, "_queries", query_metrics._Queries())
-    monkeypatch.setattr(query_metrics, "_connects", {})
+    monkeypatch.setattr(query_metrics, "_connect_strings", {})
     monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", TEST_TIMEOUT_S)
     monkeypatch.setattr(query_metrics._scrape, "_requests", {})
     listeners: list[Any] = []
@@ -231,9 +231,12 @@ def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
     for _ in range(2):
         assert lag("transactions", "balances", 0) is None
     monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", 0.2)
-    query_metrics._connects["other:2181/w"] = None  # the other log answers
+    query_metrics._connect_strings["other:2181/w"] = None  # the other log answers
     wait_until("the other log answers", lambda: lag("transactions", "balances", 0) == 0)
-    del query_metrics._connects["other:2181/w"], query_metrics._scrape._requests["other:2181/w"]
+    del (
+        query_metrics._connect_strings["other:2181/w"],
+        query_metrics._scrape._requests["other:2181/w"],
+    )
     assert lag("transactions", "balances", 0) is None
     may_answer.set()
     wait_until("the log answers", lambda: lag("transactions", "balances", 0) == 0)

@@ -45,11 +45,11 @@ class OpenTable:
         self.stored = stored
         self._on_step = on_step or (lambda _step: None)
         self._seen = -1
-        self._start: TableMarks | None = None  # the start of a table that is not created yet
+        self._start_marks: TableMarks | None = None  # the start of a table that is not created yet
 
     def create(self, start: TableMarks) -> None:
         self._on_step("create")
-        self._start = start
+        self._start_marks = start
 
     def finish(self) -> None:
         self._on_step("finish")
@@ -58,10 +58,12 @@ class OpenTable:
     def marks(self, follower: TableMarks) -> TableState | None:
         self._on_step("marks")
         if not self.stored:
-            if self._start is None:
+            if self._start_marks is None:
                 return None
-            return TableState(encode_marks(self._start), self._start.version, (), has_rows=False)
-        self._start = None
+            return TableState(
+                encode_marks(self._start_marks), self._start_marks.version, (), has_rows=False
+            )
+        self._start_marks = None
         self._seen = len(self.stored) - 1
         newest = self.stored[-1]
         version = newest.versions.get(follower.application)
@@ -96,13 +98,13 @@ class OpenTable:
         return True
 
     def _create_due(self) -> None:
-        if self._start is None:
+        if self._start_marks is None:
             return
         if self.stored:
             raise Superseded("the table exists")
-        start = self._start
+        start = self._start_marks
         self._append(Version({}, {start.application: start.version}, "CREATE", encode_marks(start)))
-        self._start, self._seen = None, 0
+        self._start_marks, self._seen = None, 0
 
     def _append(self, version: Version) -> None:
         self.stored.append(version)

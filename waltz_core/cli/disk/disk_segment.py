@@ -355,28 +355,31 @@ def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool
 
 
 def _sizes_json(statistic: SegmentStatistic) -> dict[str, object] | None:
-    if not statistic.records:
+    if not statistic.record_count:
         return None
     return {
         "min": min(statistic.sizes),
-        "mean": round(statistic.data_bytes / statistic.records, 1),
+        "mean": round(statistic.data_bytes / statistic.record_count, 1),
         "max": max(statistic.sizes),
         **{f"p{percent}": percentile(statistic.sizes, percent) for percent in PERCENTILES},
     }
 
 
 def _statistic_json(statistic: SegmentStatistic) -> dict[str, object]:
-    batches: dict[str, object] = {"count": statistic.batches, "wrong": statistic.invalid_batches}
-    if statistic.batches:
+    batches: dict[str, object] = {
+        "count": statistic.batch_count,
+        "wrong": statistic.invalid_batch_count,
+    }
+    if statistic.batch_count:
         batches["records_min"] = min(statistic.batch_records)
         records = sum(size * count for size, count in statistic.batch_records.items())
-        batches["records_mean"] = round(records / statistic.batches, 1)
+        batches["records_mean"] = round(records / statistic.batch_count, 1)
         batches["records_max"] = max(statistic.batch_records)
     return {
         "file": str(statistic.path),
         **_header_json(statistic.header),
         "bytes": statistic.file_bytes,
-        "records": statistic.records,
+        "records": statistic.record_count,
         "last": statistic.last,
         "unreadable_bytes": statistic.unreadable_bytes,
         "data_bytes": statistic.data_bytes,
@@ -386,7 +389,7 @@ def _statistic_json(statistic: SegmentStatistic) -> dict[str, object]:
         "sessions": [
             {
                 "session": session,
-                "batches": session_statistic.batches,
+                "batches": session_statistic.batch_count,
                 "first": session_statistic.first,
                 "last": session_statistic.last,
                 "first_stamp_ms": session_statistic.first_stamp_ms,
@@ -396,7 +399,7 @@ def _statistic_json(statistic: SegmentStatistic) -> dict[str, object]:
         ],
         "first_stamp_ms": statistic.first_stamp_ms,
         "last_stamp_ms": statistic.last_stamp_ms,
-        "index_entries": statistic.index_entries,
+        "index_entries": statistic.index_entry_count,
         "index_density": statistic.index_density,
     }
 
@@ -410,7 +413,7 @@ def _print_statistic(statistic: SegmentStatistic) -> None:
     ids = (
         "none"
         if statistic.last is None
-        else f"{statistic.last - statistic.records + 1}..{statistic.last}"
+        else f"{statistic.last - statistic.record_count + 1}..{statistic.last}"
     )
     if statistic.unreadable_bytes:
         ids = (
@@ -418,7 +421,7 @@ def _print_statistic(statistic: SegmentStatistic) -> None:
             f"{statistic.unreadable_bytes} bytes cannot be read"
         )
     print_result(
-        f"  records   {statistic.records}, transaction IDs {ids}, of {len(statistic.clients)} "
+        f"  records   {statistic.record_count}, transaction IDs {ids}, of {len(statistic.clients)} "
         "clients"
     )
     sizes = _sizes_json(statistic)
@@ -427,16 +430,16 @@ def _print_statistic(statistic: SegmentStatistic) -> None:
         print_result(f"  data      {statistic.data_bytes} bytes: {sizes_text}")
     batches = value["batches"]
     assert isinstance(batches, dict)
-    if statistic.batches:
+    if statistic.batch_count:
         print_result(
-            f"  batches   {statistic.batches}, of {batches['records_min']} to "
+            f"  batches   {statistic.batch_count}, of {batches['records_min']} to "
             f"{batches['records_max']} records, mean {batches['records_mean']}"
         )
-    if statistic.invalid_batches:
-        print_result(f"  batches   {statistic.invalid_batches} entries are wrong")
+    if statistic.invalid_batch_count:
+        print_result(f"  batches   {statistic.invalid_batch_count} entries are wrong")
     for session, session_statistic in statistic.sessions.items():
         ids = f"{session_statistic.first}..{session_statistic.last}"
-        print_result(f"  session   {session}: {session_statistic.batches} batches, {ids}")
+        print_result(f"  session   {session}: {session_statistic.batch_count} batches, {ids}")
     if statistic.first_stamp_ms is not None and statistic.last_stamp_ms is not None:
         seconds = (statistic.last_stamp_ms - statistic.first_stamp_ms) / 1000
         span = f"{utc_text(statistic.first_stamp_ms)} to {utc_text(statistic.last_stamp_ms)}"
@@ -445,6 +448,6 @@ def _print_statistic(statistic: SegmentStatistic) -> None:
     index_text = (
         "missing"
         if entries_per_record is None
-        else f"{statistic.index_entries} entries, {entries_per_record:.2f} a record"
+        else f"{statistic.index_entry_count} entries, {entries_per_record:.2f} a record"
     )
     print_result(f"  index     {index_text}")

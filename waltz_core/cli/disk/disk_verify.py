@@ -165,8 +165,8 @@ def _repair_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object
         "file": str(index.path),
         "is_valid": index.is_valid,
         "is_rebuilt": not index.is_valid and not dry_run,
-        "entries": index.entries,
-        "old_entries": index.old_entries,
+        "entries": index.entry_count,
+        "old_entries": index.old_entry_count,
         "wrong": index.difference_count,
         "kept_of_unreadable_records": index.kept_count,
     }
@@ -174,16 +174,16 @@ def _repair_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object
 
 def _repair_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.is_valid:
-        return f"{index.path}: correct, {index.entries} entries; unchanged"
+        return f"{index.path}: correct, {index.entry_count} entries; unchanged"
     action_text = "would be rebuilt" if dry_run else "rebuilt"
     problem_text = (
-        "missing" if index.old_entries is None else f"{index.difference_count} wrong entries"
+        "missing" if index.old_entry_count is None else f"{index.difference_count} wrong entries"
     )
-    if index.difference_count == 1 and index.old_entries is not None:
+    if index.difference_count == 1 and index.old_entry_count is not None:
         problem_text = "1 wrong entry"
     kept_text = (
         (f"; {index.kept_count} of them belong to records that cannot be read, and were kept")
         if index.kept_count
         else ""
     )
-    return f"{index.path}: {problem_text}; {action_text}, {index.entries} entries{kept_text}"
+    return f"{index.path}: {problem_text}; {action_text}, {index.entry_count} entries{kept_text}"
