@@ -134,7 +134,7 @@ class RecordingContext(TransactionContext):
 
 
 def read_payloads(client: WaltzClient, partition: int, first: int) -> list[bytes]:
-    """Return the data of a partition from an ID on."""
+    """Return the data of a partition, starting at an ID."""
     payloads = []
     last = client.high_water_mark(partition, linearizable=True)
     for chunk in client.read_range(partition, first, last):

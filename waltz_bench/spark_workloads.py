@@ -221,7 +221,10 @@ class _MemoryReader(DataSourceReader):
 
 @functools.cache
 def _create_batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.RecordBatch]:
-    """Create batches of random payloads once in each process; in total larger than a CPU cache."""
+    """Create batches of random payloads, once in each process.
+
+    Together, the batches are larger than a CPU cache.
+    """
     int32_zeros, int64_values = np.zeros(count, np.int32), np.arange(count)
     request = pa.StructArray.from_arrays(
         [pa.array(int32_zeros)] * 4, ["client_id", "generation", "partition", "sequence"]

@@ -95,7 +95,7 @@ _EXPORTED: Final = _ExportedValues()
 
 
 def export(read: Callable[[MetricValues], None], port: int | None, host: str) -> None:
-    """Let each scrape of prometheus_client's registry read values; with a port, serve it.
+    """Let each scrape of prometheus_client's registry call `read`; with a port, serve the registry.
 
     Raises:
         BadConfig: this process cannot listen at the address.

@@ -143,7 +143,7 @@ class MemoryWaltz:
         self, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> UnopenedClient[AsyncWaltzClient]:
         """Open a client for asyncio; await it, or use it with `async with`."""
-        # The client sends one request for each append, so that faults can count appends.
+        # The client sends each append in its own request, because injected faults count requests.
         settings = replace(config or IN_MEMORY_CONFIG, batch_rows_max=1)
         return UnopenedClient(_MemoryClient(self._server, self._gate, settings, client_id))
 

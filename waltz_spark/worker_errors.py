@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def without_stack(call: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a method so that the user sees its errors as messages (rule 1)."""
+    """Decorate a method so that the user sees its errors without a stack (rule 1)."""
 
     @functools.wraps(call)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -59,7 +59,7 @@ def without_stack(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def without_stack_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Decorate an iterator so that the user sees its errors as messages (rule 1)."""
+    """Decorate an iterator so that the user sees its errors without a stack (rule 1)."""
 
     @functools.wraps(call)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

@@ -38,7 +38,7 @@ def limit_memory() -> None:
 
 @contextmanager
 def cpu_time(limit_s: float) -> Iterator[None]:
-    """Raise TookTooLong in the main thread after so much CPU time."""
+    """Raise TookTooLong in the main thread when `limit_s` of CPU time have passed."""
 
     def stop(*_: object) -> None:
         raise TookTooLong

@@ -85,7 +85,7 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResu
 
 @contextmanager
 def hold_exclusive_locks(disk: Disk, path: Path) -> Iterator[None]:
-    """Hold the locks of a storage on the directory of a path, as a running storage does.
+    """Hold the same locks as a running storage, on the storage directory that contains `path`.
 
     A file outside of a storage directory, such as a copy, needs no lock.
 
@@ -123,7 +123,7 @@ class _OldIndex:
         self.count, self.trailing_bytes = divmod(max(0, size - FILE_HEADER_BYTES), OFFSET_BYTES)
 
     def read(self, position: int, count: int) -> I64:
-        """Return up to `count` offsets from a position on."""
+        """Return up to `count` offsets, starting at a position."""
         count = max(0, min(count, self.count - position))
         if self._file is None or not count:
             return np.zeros(0, dtype=np.int64)
@@ -145,7 +145,7 @@ def _checked_header(file: File, path: Path, first: int) -> bytes:
 
 
 class _IndexPart(NamedTuple):
-    """Entries of the new index, from a position on.
+    """Entries of the new index, starting at a position.
 
     `is_kept` is set if the records of these entries cannot be read.
     """

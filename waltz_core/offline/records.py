@@ -42,7 +42,7 @@ class RecordRun(NamedTuple):
         return len(self.bounds) - 1
 
     def starting_at(self, transaction_id: int) -> "RecordRun":
-        """Return the records from an ID on."""
+        """Return the records, starting at an ID."""
         skip = min(max(0, transaction_id - self.first), self.length)
         return self._replace(first=self.first + skip, bounds=self.bounds[skip:])
 
@@ -97,7 +97,7 @@ def is_record_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
 def walk_records(
     file: ReadableFile, first: int, offset: int = FILE_HEADER_BYTES
 ) -> Iterator[RecordRun | Gap]:
-    """Yield all records from the one with ID `first` at `offset` on, and the gaps between them."""
+    """Yield all records and the gaps between them, starting with ID `first` at `offset`."""
     size = file.size()
     expected_id = first
     while offset < size:

@@ -286,7 +286,7 @@ class ReplicaSession:
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
     def record_latency(self, append: messages.AppendRaw, latency_ms: int, now_ms: int) -> None:
-        """Record an append's latency; report slow appends together, once in an interval."""
+        """Record an append's latency; report slow appends together, at most once per interval."""
         self.append_latencies_ms.append(latency_ms)
         if not 0 < self._limits.slow_append_ms <= latency_ms:
             return

@@ -346,7 +346,7 @@ class CheckpointDue:
     """A checkpoint is due: too many records are archived above the confirmed low-water marks.
 
     A checkpoint is a new session, which raises these marks. Storages remove archived segments only
-    up to the marks (AR 11 of decision 047). This effect is sent once in a session.
+    up to the marks (AR 11 of decision 047). This effect is sent once per session.
     """
 
     session_id: SessionId

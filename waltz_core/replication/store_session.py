@@ -413,7 +413,7 @@ class StoreSession:
         return None if is_writing or self.ending is not None else self._archiver.mark_to_write
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
-        """Return the marked replicas; with `now_ms`, without replicas excluded at that time."""
+        """Return the marked replicas; with `now_ms`, omit those that are excluded at this time."""
         excluded_until_ms = self.claim.excluded_until_ms
         return [
             peer.replica

@@ -4,8 +4,8 @@ Like commits of delta-spark, each commit contains the marks as `userMetadata` of
 It also contains the identifier of the follower as `txn`.
 
 Rules:
-    1. If `marks` has read version v, the commit must become version v + 1. The library's retry on a
-       newer version is disabled.
+    1. If `marks()` has read version v, the commit must become version v + 1. The library's retry on
+       a newer version is disabled.
     2. A table has the declared columns and two position columns. In each row, the position columns
        `_partition` and `_transaction_id` name the transaction of the row's last change.
     3. If a key has changes in two partitions, the merge fails. (`last_changes` detects this error
@@ -95,7 +95,7 @@ class FollowedDeltaTable:
         self._state: tuple[int, TableState] | None = None  # the version of the table, and its state
 
     def columns(self) -> ArrowSchema:
-        """Return the columns of the version that `marks` has read, without the position columns."""
+        """Return the columns of the version that `marks()` has read, except position columns."""
         schema = self._schema if self._table is None else _schema_of(self._table)
         return pa.schema([part for part in schema if part.name not in _POSITION_COLUMNS])
 
@@ -171,7 +171,7 @@ class FollowedDeltaTable:
         Raises:
             BadRequest: a key has changes in two partitions, or a value of a partition column is
                 an empty text.
-            Superseded: the table has a later version than the version that `marks` has read.
+            Superseded: the table has a later version than the version that `marks()` has read.
             The errors of `library_error`: the library reports another error.
         """
         if changes is not None and not changes.num_rows:

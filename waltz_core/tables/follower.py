@@ -169,7 +169,7 @@ class FollowedTable(Protocol[ChangesT_contra]):
         committed alone.
 
         Raises:
-            Superseded: the table has a later version than the version that `marks` has read.
+            Superseded: the table has a later version than the version that `marks()` has read.
         """
 
 

@@ -114,7 +114,7 @@ FIXED: Final[dict[FieldKind, FixedFormat]] = {
 def read_count(view: memoryview, offset: int, entry_bytes_min: int) -> tuple[int, int]:
     """Read a count of entries; return the count and the offset after it.
 
-    Raise RemoteProtocolError if the remaining bytes cannot contain so many entries (rule 1).
+    Raise RemoteProtocolError if the remaining bytes are too few for this count (rule 1).
     """
     (count,) = _INT32.unpack_from(view, offset)
     offset += _INT32.size

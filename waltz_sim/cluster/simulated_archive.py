@@ -185,8 +185,8 @@ class SimArchive:
             self._rng.randint(*REQUEST_US) + self.extra_delay_us,
             storage.incarnation,
         )
-        # An attempt begins with reads. If reads failed as often as writes, few attempts would
-        # write.
+        # An attempt begins with reads. If reads failed as often as writes, few attempts would reach
+        # a write.
         share = 1.0 if isinstance(request, _Write) else LOST_READS_SHARE
         is_lost = self._chance() < self.lost_answer_share * share
         if is_lost:

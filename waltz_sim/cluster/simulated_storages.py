@@ -10,9 +10,9 @@ Rules:
        the process dies during the work, it dies at a step of its disk (`SimDisk.plan_fault`).
     3. A disk belongs to the machine, not to the process: it survives every restart of the process.
     4. Like the daemon, a storage does not start while ZooKeeper is unavailable, or if its address
-       is registered for another storage. It serves the partition while the partition is assigned to
-       it, according to its last read. After the end of the assignment, it serves the partition
-       until the owner has removed it from the replica states.
+       is registered for another storage. The storage serves the cluster's partition if the last
+       assignment that it has read contains the storage. If a later assignment does not contain the
+       storage, it serves the partition until the owner has removed it from the replica states.
     5. Uploads and reads of the archive go to the simulated archive.
 """
 

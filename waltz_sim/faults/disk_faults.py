@@ -81,7 +81,7 @@ def failing_read(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def full_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Fill a disk for a while, perhaps with a restart of the storage in between."""
+    """Fill a disk for a while; perhaps restart the storage while the disk is full."""
     storage = choose_storage(cluster, rng)
     disk = storage.disk
     if disk.has_fault:

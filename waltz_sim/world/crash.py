@@ -362,7 +362,7 @@ class KeepAllBut(KeepNone):
 
 
 class KeepRandom(KeepNone):
-    """Keeps units at random, with any of their values, and with sizes in between."""
+    """Keeps random units. A unit has any of its values, a file any size between its sizes."""
 
     def __init__(self, rng: "Random") -> None:
         self._rng = rng
@@ -564,7 +564,10 @@ def keep_choices(disk_state: DiskState, rng: "Random", *, random_count: int) -> 
 
 
 def _sample_units(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
-    """Return all units; if they are too many, the first two, the last two, and some in between."""
+    """Return `UNITS_MAX` units: the first two, the last two, and some in between.
+
+    If there are not more units, return all.
+    """
     if len(units) <= UNITS_MAX:
         return units
     between = rng.sample(range(2, len(units) - 2), UNITS_MAX - 4)

@@ -4,7 +4,7 @@ The summary of each snapshot stores the marks in property `waltz.marks`. Iceberg
 from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. Let v be the snapshot that `marks` has read. No other commit may come between v and the
+    1. Let v be the snapshot that `marks()` has read. No other commit may come between v and the
        snapshot of the next batch. So a batch is committed to its own branch, which begins at v.
        Then the branch `main` is moved to the new snapshot. If `main` is no longer at v, Iceberg
        rejects this move, and the follower raises `Superseded`. If another program has dropped the
@@ -106,10 +106,9 @@ class MergedIcebergTable:
         self._columns = [StructField(part.name, part.dataType) for part in schema]
         self._schema = StructType([*self._columns, *_POSITION_COLUMN_NAMES.fields()])
         self._branch = f"{_BRANCH_PREFIX}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        self._start_marks: TableMarks | None = (
-            None  # the marks of a table that the first `apply` creates
-        )
-        self._base_snapshot: int | None = None  # the snapshot of `main` that `marks` has read
+        # The marks of a table that the first `apply` creates.
+        self._start_marks: TableMarks | None = None
+        self._base_snapshot: int | None = None  # the snapshot of `main` that `marks()` has read
         self._new_columns: list[StructField] | None = None  # to be added; None: not checked
         self._has_dropped_branches = False  # whether the branches of earlier runs were dropped
 
@@ -236,7 +235,7 @@ class MergedIcebergTable:
             self._session.catalog.dropGlobalTempView(view)
 
     def _ensure_base_snapshot(self) -> int:
-        """Return the snapshot that `marks` has read; create one if a user's table has none."""
+        """Return the snapshot that `marks()` has read; create one if a user's table has none."""
         if self._base_snapshot is None:
             self._session.conf.unset(_MARKS_SETTING)
             self._session.createDataFrame([], self._schema).writeTo(self._name).append()

@@ -98,15 +98,14 @@ class MergedDeltaTable:
             )
         self._sql_name = f"delta.{quote_identifier(name)}" if self._is_path else name
         self._has_checked_columns = False
-        self._stored_columns = StructType()  # the columns of the version that `marks` has read
-        self._start_marks: TableMarks | None = (
-            None  # the marks of a table that the first `apply` creates
-        )
+        self._stored_columns = StructType()  # the columns of the version that `marks()` has read
+        # The marks of a table that the first `apply` creates.
+        self._start_marks: TableMarks | None = None
         self._next_version = 0  # the `txn` version of the next commit (rule 1)
         self._partition_columns: list[str] | None = None  # None: not read yet
 
     def columns(self) -> StructType:
-        """Return the columns of the version that `marks` has read, without the position columns."""
+        """Return the columns of the version that `marks()` has read, except position columns."""
         return StructType(
             [part for part in self._stored_columns if part.name not in POSITION_COLUMNS]
         )

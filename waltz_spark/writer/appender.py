@@ -8,7 +8,7 @@ Rules:
        sent again. All later rows of its partition wait for it, so that rule 1 holds. A row that a
        lock rejected is never sent again, because its payload is stale.
     3. The input is not read while `maxInFlight` batches wait for an answer. It is also not read
-       while as many rejected rows as fit into `maxInFlight` batches wait for their recomputation.
+       while the rejected rows that wait for their recomputation would fill `maxInFlight` batches.
     4. With a `recompute` function, rejected rows are recomputed after a delay. Other rows do not
        wait for rejected rows, so recomputed rows may be sent after later rows of the input.
 """

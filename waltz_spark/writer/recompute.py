@@ -161,7 +161,10 @@ class Recomputer:
     def _load_newer_transactions(
         self, rejected: RejectedRows, last: int
     ) -> tuple[list[int], pa.Table]:
-        """Return the marks from which to recompute rows, and transactions since the first mark."""
+        """Return the rows' marks, ascending, and the transactions after the lowest of these marks.
+
+        If there are too many transactions after a mark, leave this mark out.
+        """
         marks = sorted({int(mark) for mark in rejected.marks})
         while marks:
             newer_transactions = self._read_transactions(

@@ -41,7 +41,7 @@ NO_ROWS = WriteCounts()
 
 
 def make_directory() -> None:
-    """Make the directory of the files; in the driver's Python.
+    """Make the directory of the files. Called in the driver's Python process.
 
     Raises:
         BadConfig: it is not possible, or rule 2 forbids its use.
@@ -61,7 +61,10 @@ def make_directory() -> None:
 
 
 def open_counts(query: str) -> None:
-    """Make the file of a query, unless it exists; in the driver's Python."""
+    """Make the file for the counts of a query, unless it exists.
+
+    Called in the driver's Python process.
+    """
     path = _directory() / query
     with contextlib.suppress(OSError):
         if _is_own(path.parent) and not path.exists():

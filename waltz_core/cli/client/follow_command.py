@@ -314,8 +314,8 @@ def _marks_before_time(
         last_older_id = last_id_before_time(
             partial(stamp_ms_of, client, partition), mark, since_ms, first - 1
         )
-        # If no available transaction is older than the time, expired transactions may also be newer
-        # than the time. The follower reports these transactions as lost.
+        # If all available transactions are at or after the time, expired transactions may be, too.
+        # The follower reports these transactions as lost.
         start_marks[partition] = (
             last_older_id - 1 if 0 < first == last_older_id + 1 else last_older_id
         )

@@ -280,7 +280,7 @@ async def _query_last_id(admin: StorageAdmin, target: StorageTarget, partition: 
 @subcommand
 @with_storage_options(works_on_cluster=True)
 async def sync_partitions(choice: StorageChoice) -> int:
-    """Assign partitions to storages, and remove them, as ZooKeeper records it."""
+    """Add and remove partitions of storages, so that they match the assignment in ZooKeeper."""
     facts = await read_cluster_storages(choice)
     targets = choose_storages(facts, choice)
     rows: list[tuple[str, str, object, str]] = []

@@ -122,8 +122,8 @@ class SqlCallbacks(BatchCallbacks):
             sa.Column("application", sa.String(200), primary_key=True),
             sa.Column("partition_id", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("high_water_mark", sa.BigInteger, nullable=False),
-            # The cluster key in hexadecimal; null in marks that a development version wrote, until
-            # this version reads them.
+            # The cluster key in hexadecimal. It is null in marks from a development version, until
+            # this version reads these marks.
             sa.Column("cluster_key", sa.String(32)),
         )
         self._key: str | None = None

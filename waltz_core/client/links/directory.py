@@ -114,7 +114,10 @@ class Directory(Protocol):
         """Mark the owners as suspect: a server is silent, so its partitions may have moved."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """Return storage groups by address, at least for those of `storages` that have a group."""
+        """Return the groups of these storages, by address, and perhaps of other storages.
+
+        A storage without a group is missing in the answer.
+        """
 
     async def next_client_id(self) -> int:
         """Allocate a client ID that was never used before."""

@@ -274,7 +274,7 @@ class OwnerRequests:
         """Return the newest rejections of a partition, newest first.
 
         Raises:
-            BadRequest: the server is older, and does not support this request.
+            BadRequest: the server has an older version that does not support this request.
         """
 
         async def query(owner_link: OwnerLink) -> list[Rejection]:
@@ -309,7 +309,7 @@ class OwnerRequests:
 
         Raises:
             BadRequest: no part of the partition is archived.
-            LocalProtocolError: the server is older, and does not support this request.
+            LocalProtocolError: the server has an older version without this request.
         """
 
         async def query(owner_link: OwnerLink) -> bool:
@@ -338,7 +338,7 @@ class OwnerRequests:
 
         Raises:
             BadRequest: these IDs are not archived.
-            LocalProtocolError: the server is older, and does not support this request.
+            LocalProtocolError: the server has an older version without this request.
         """
 
         async def query(owner_link: OwnerLink) -> messages.ObjectReplacementResponse:
@@ -365,7 +365,7 @@ class OwnerRequests:
     async def replica_sets(
         self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
     ) -> dict[int, ReplicaSet]:
-        """Return the `replicas` of each partition; those of `group` are nearby (rule 3)."""
+        """Return the replicas of each partition; replicas in `group` are nearby (rule 3)."""
         query = partial(self.replicas, linearizable=linearizable)
         sets_by_partition = await query_partitions(partition_ids, query)
         if group == NO_GROUP:

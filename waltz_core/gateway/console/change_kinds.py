@@ -36,7 +36,10 @@ class ParameterKind(Enum):
 
 
 class ChangeParameter(NamedTuple):
-    """One parameter: name, keyword in the function, and option. An argument has no option."""
+    """One parameter of a change: a positional argument or an option of the subcommand.
+
+    `keyword` is the keyword of the function. `option` is empty for a positional argument.
+    """
 
     name: str
     keyword: str

@@ -62,7 +62,7 @@ async def read_page_from(
     count: int,
     header_values: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Return the page of transactions from an ID on.
+    """Return the page of transactions that starts at an ID.
 
     Raises:
         RequestRejected: the ID or the count is out of range.

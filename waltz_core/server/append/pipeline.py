@@ -332,7 +332,7 @@ class AppendPipeline:
         return out
 
     def add_barrier(self, token: int) -> list[AppendOutcome]:
-        """Return `BarrierReached` when all appends that are in flight now are final; for mounts."""
+        """Return `BarrierReached` when all appends now in flight are final. Mounts use it."""
         last = self._in_flight.last
         if last is None:
             return [BarrierReached(token)]

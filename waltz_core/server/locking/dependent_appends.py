@@ -33,9 +33,9 @@ from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 # The limits of the admitted transactions that are remembered, in number and bytes.
 REMEMBERED_COUNT_MAX: Final = 1_024
 REMEMBERED_BYTES_MAX: Final = 4 << 20
-# The minimum interval between batches while writers wait. Gathering costs nothing. A sync of eight
-# transactions takes as long as a sync of one, and the next dependent append does not wait for the
-# sync.
+# The minimum interval between batches while writers wait. The server uses it to gather larger
+# batches, which costs nothing: a sync of eight transactions takes as long as a sync of one, and the
+# next dependent append does not wait for the sync.
 GATHER_MS: Final = 5
 # The limits of the predecessors in one answer, in number and bytes.
 PREDECESSORS_COUNT_MAX: Final = 64

@@ -200,7 +200,7 @@ class LockTableLoader:
         return [self._fetch]
 
     def _finish(self, name: str) -> list[Fetch | Report]:
-        """Stop, and report the ID from which on the table knows all writers."""
+        """Stop; report the mark, and the first ID above the floor."""
         self.stop()
         return [Report(name, (("known_from", self._floor.last + 1), ("mark", self._mark)))]
 

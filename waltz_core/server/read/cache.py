@@ -116,7 +116,7 @@ class TransactionCache:
 
     def __init__(self, budget: CacheBudget) -> None:
         self.budget = budget
-        # Batches by first ID, in ID order. `_firsts[_head:]` has the same IDs, for bisection.
+        # Batches by first ID, in ID order. `_firsts[_head:]` lists these IDs for binary search.
         self._batches: OrderedDict[int, tuple[int, CachedBatch]] = OrderedDict()
         self._firsts: list[int] = []
         self._head = 0

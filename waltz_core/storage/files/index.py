@@ -172,7 +172,7 @@ class LineageFile:
         )[0]
 
     def entries(self, position: int) -> Iterator[LineageEntry]:
-        """Yield the entries from a position on, and read them block by block.
+        """Yield the entries, starting at a position, and read them block by block.
 
         Raises:
             BadFormat, ChecksumMismatch: the bytes of an entry are wrong.
@@ -252,7 +252,7 @@ class LineageFile:
         return runs
 
     def rewrite(self, position: int, entries: Sequence[LineageEntry]) -> None:
-        """Overwrite the entries from a position on, durably."""
+        """Overwrite the entries, starting at a position, durably."""
         assert position + len(entries) <= self.count
         parts = self._encode(entries, BEFORE_FIRST, position)
         if position:
@@ -262,7 +262,7 @@ class LineageFile:
         self._file.sync()
 
     def write_again(self, position: int) -> None:
-        """Write the existing entries from a position on again, without a sync."""
+        """Rewrite the existing entries, starting at a position, without a sync."""
         size = LINEAGE_ENTRY_BYTES * (self.count - position)
         if size:
             self._file.pwrite(
@@ -285,7 +285,7 @@ class LineageFile:
         return self.entry(position - 1).chain if position else self.chain_before
 
     def durable_before(self, position: int) -> TransactionId:
-        """Return the greatest synced ID in the entries from a position on.
+        """Return the greatest synced ID in the entries at and after a position.
 
         Unreadable entries are skipped.
         """

@@ -385,7 +385,7 @@ class Segment:
         index_rewrite_first: TransactionId | None = None,
         syncs_all: bool = True,
     ) -> None:
-        """Write all bytes from an ID on again, and sync them.
+        """Rewrite all bytes, starting at an ID, and sync them.
 
         A sync alone is not enough: the page cache may treat lost pages as clean. If
         `index_rewrite_first` is lower than `first`, the index is rewritten from

@@ -53,7 +53,7 @@ _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 
 
 class LostBatches(NamedTuple):
-    """Unreadable entries in a segment, from a position on.
+    """Unreadable entries in a segment, starting at a position.
 
     `ids` are the IDs of the records in the batches of these entries and in the next batch.
     `is_provable` is set if there is only one entry, and a readable entry follows it: then the entry
@@ -97,7 +97,7 @@ class Segments:
 
     @property
     def last_id(self) -> TransactionId:
-        """The last ID; if there is no record, the ID of the start."""
+        """The last ID; if there is no record, the ID before the first one."""
         return self.current.last
 
     @property
@@ -534,7 +534,7 @@ class Segments:
 
 
 def _checked_run(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
-    """Return entries of one file, after a check that each continues the previous one."""
+    """Check that each entry of one file continues the previous one; return the entries."""
     for previous, following in pairwise(entries):
         if following.first != previous.last + 1:
             raise ChecksumMismatch(

@@ -630,7 +630,7 @@ class PartitionLog:
         self._files.write_slot(replace(self.slot, damaged=remaining))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Read records from an ID on and note damage; return the next ID.
+        """Read records, starting at an ID, and note damage; return the next ID.
 
         Raises an error if batches cannot be read.
         """

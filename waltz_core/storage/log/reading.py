@@ -201,7 +201,7 @@ class LogReader:
             self._errors.append(str(error))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Read records from an ID on from the disk, and note damage (rule 6).
+        """Read records from the disk, starting at an ID, and note damage (rule 6).
 
         Return the ID from which the next call must continue.
         """
