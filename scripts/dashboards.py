@@ -59,15 +59,15 @@ CLIENT = Variable(
     'label_values(waltz_client_appended_transactions_total{cluster=~"$cluster"}, instance)',
 )
 QUERY = Variable("query", "label_values(waltz_spark_committed_rows_total, query)")
-FREE: Final = "waltz_storage_free_bytes{[[]]}"
-USED: Final = f"1 - {FREE} / waltz_storage_disk_bytes{{[[]]}}"
-DAYS_LEFT: Final = f"{FREE} / (-86400 * deriv({FREE}[1d]) > 0)"
+FREE_BYTES: Final = "waltz_storage_free_bytes{[[]]}"
+USED_SHARE: Final = f"1 - {FREE_BYTES} / waltz_storage_disk_bytes{{[[]]}}"
+DAYS_LEFT: Final = f"{FREE_BYTES} / (-86400 * deriv({FREE_BYTES}[1d]) > 0)"
 REPLICA_LAG: Final = (
     "clamp_min(max by (cluster, partition) (waltz_server_high_water_mark{[[]]})"
     " - on (cluster, partition) group_right waltz_storage_last_transaction{[[]]}, 0)"
 )
 BAD_FROM_1: Final = (("green", None), ("red", 1))
-DAYS: Final = (("red", None), ("orange", 7), ("green", 30))
+DAYS_LEFT_LIMITS: Final = (("red", None), ("orange", 7), ("green", 30))
 
 
 def stat(title: str, description: str, query: str, **overrides: Any) -> Panel:  # noqa: ANN401 - fields
@@ -97,7 +97,7 @@ DAYS_UNTIL_FULL = Panel(
     "d",
     [("{{instance}}", DAYS_LEFT)],
     kind="stat",
-    limits=DAYS,
+    limits=DAYS_LEFT_LIMITS,
     no_value="not filling",
 )
 
@@ -338,14 +338,14 @@ DASHBOARDS: Final = (
                 "Free space",
                 "Of the disk that has the storage's directory.",
                 "bytes",
-                [("{{instance}}", FREE)],
+                [("{{instance}}", FREE_BYTES)],
             ),
             Panel(
                 "Used space",
                 "Used share of the disk that has the storage's directory, including the files of "
                 "other programs and the space that is reserved for root.",
                 "percentunit",
-                [("{{instance}}", USED)],
+                [("{{instance}}", USED_SHARE)],
             ),
             Panel(
                 "Appended and read bytes",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-LOGGING = """\
+LOGGING_SAMPLE = """\
 # Log levels and outputs, in the format of Python's logging.config.dictConfig.
 # Used by: waltz-core --logging conf/logging.toml COMMAND
 
@@ -84,7 +84,7 @@ level = "INFO"
 level = "ERROR"
 """
 
-SPARK = """\
+SPARK_SAMPLE = """\
 # Spark settings for Waltz; copy them into $SPARK_HOME/conf/.
 # `waltz_spark.session()` sets them by itself.
 
@@ -117,8 +117,8 @@ def generated_files() -> dict[Path, str]:
     """Return every generated file with its expected text."""
     texts = {
         ROOT / "conf" / "zoo.cfg": zoo_cfg(),
-        ROOT / "conf" / "logging.toml": LOGGING,
-        ROOT / "conf" / "spark-defaults.conf": SPARK,
+        ROOT / "conf" / "logging.toml": LOGGING_SAMPLE,
+        ROOT / "conf" / "spark-defaults.conf": SPARK_SAMPLE,
     }
     texts |= {ROOT / "conf" / "grafana" / name: text for name, text in dashboards().items()}
     for kind, config_type in CONFIG_TYPES_BY_KIND.items():
@@ -298,7 +298,7 @@ def disk_tables() -> dict[str, str]:
     }
 
 
-TYPES = {"q": "int64", "i": "int32", "I": "uint32"}
+TYPE_BY_CODE = {"q": "int64", "i": "int32", "I": "uint32"}
 
 
 def layout_table(*layouts: ByteLayout) -> str:
@@ -312,7 +312,7 @@ def layout_table(*layouts: ByteLayout) -> str:
         (
             field.offset,
             field.size_bytes,
-            TYPES.get(field.field.code, "bytes"),
+            TYPE_BY_CODE.get(field.field.code, "bytes"),
             field.field.name,
             field.field.note,
         )

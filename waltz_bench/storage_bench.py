@@ -57,7 +57,7 @@ SEGMENT_BYTES_MAX: Final = 1_000_000_000
 SESSION: Final = SessionId(1)
 PARTITION: Final = PartitionId(0)
 READ_BYTES: Final = 8 * MIB
-KEY: Final = bytes(16)
+CLUSTER_KEY: Final = bytes(16)
 
 
 class _AppendArguments(NamedTuple):
@@ -167,7 +167,7 @@ def _directory(load: BenchLoad) -> Iterator[Path]:
 
 
 def _open_engine(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine, PartitionLog]:
-    settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
+    settings = LogSettings(CLUSTER_KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
     engine = StorageEngine.open(
         RealDisk(), directory, settings, partition_count=1, new_storage_id=bytes(16)
     )
@@ -175,7 +175,7 @@ def _open_engine(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine
 
 
 def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _AppendTimes:
-    log.prepare(SESSION, KEY)
+    log.prepare(SESSION, CLUSTER_KEY)
     append_s = sync_s = 0.0
     wall_s = []
     for batch in _create_batches(log.chain, load, rows):

@@ -91,7 +91,7 @@ class _ExportedValues(Collector):
         return values.families
 
 
-_EXPORTED: Final = _ExportedValues()
+_EXPORTED_VALUES: Final = _ExportedValues()
 
 
 def export(read: Callable[[MetricValues], None], port: int | None, host: str) -> None:
@@ -100,7 +100,7 @@ def export(read: Callable[[MetricValues], None], port: int | None, host: str) ->
     Raises:
         BadConfig: this process cannot listen at the address.
     """
-    _EXPORTED.add(read)
+    _EXPORTED_VALUES.add(read)
     if port is not None:
         try:
             start_http_server(port, host)

@@ -54,8 +54,8 @@ IN_MEMORY_CONFIG: Final = ClientConfig(
 # multiplied by this factor. So even on a busy machine, the append times out before the client
 # connects again.
 OUTCOME_TIMEOUT_FACTOR: Final = 1.25
-KEY: Final = b"Waltz in memory."
-assert len(KEY) == 16
+CLUSTER_KEY: Final = b"Waltz in memory."
+assert len(CLUSTER_KEY) == 16
 # The interval, in seconds, at which a suspended feed checks whether it has ended.
 POLL_INTERVAL_S: Final = 0.05
 
@@ -97,7 +97,7 @@ class MemoryWaltz:
     async def _serve(self, partition_count: int, ready: "Future[MemoryServer]") -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                server = MemoryServer(KEY, partition_count, self._faults, group)
+                server = MemoryServer(CLUSTER_KEY, partition_count, self._faults, group)
                 await server.start()
                 ready.set_result(server)
                 await self._stop.wait()

@@ -25,7 +25,7 @@ from waltz_core.server.process.host import LOG_LEVELS as SERVER_LEVELS
 from waltz_core.storage.process.storage_daemon import LEVELS as STORAGE_LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXTS = Path(__file__).with_name("events.toml")
+TEXTS_FILE = Path(__file__).with_name("events.toml")
 # A pattern that is repeated cannot have named groups.
 _FIELDS = re.sub(r"\?P<\w+>", "?:", FIELD.pattern)
 LINE = re.compile(f"{EVENT_NAME.pattern}(?:{_FIELDS})*")
@@ -108,7 +108,7 @@ def _table(component: Component) -> str:
 
 def descriptions() -> dict[str, Description]:
     """Return the description of each event by name."""
-    areas = tomllib.loads(TEXTS.read_text(encoding="utf-8"))
+    areas = tomllib.loads(TEXTS_FILE.read_text(encoding="utf-8"))
     return {
         f"{area}.{name}": Description(**text)
         for area, texts in areas.items()

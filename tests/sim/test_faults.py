@@ -225,7 +225,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
 
 
 # Truncations occur only after faults, and are rare.
-@pytest.mark.parametrize("point", sorted({*process_faults.SERVER_POINTS} - {"Truncate"}))
+@pytest.mark.parametrize("point", sorted({*process_faults.SERVER_CRASH_POINTS} - {"Truncate"}))
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_server_dies_at_the_chosen_point(point, is_after):
     cluster = cluster_of(servers=1)

@@ -687,8 +687,8 @@ def test_every_event_has_one_level():
 
 def test_every_event_is_described_once():
     logged, described = events.events().keys(), events.descriptions().keys()
-    fail_if_any(logged - described, f"no description in {events.TEXTS.name}")
-    fail_if_any(described - logged, f"in {events.TEXTS.name}, but in no log line")
+    fail_if_any(logged - described, f"no description in {events.TEXTS_FILE.name}")
+    fail_if_any(described - logged, f"in {events.TEXTS_FILE.name}, but in no log line")
 
 
 def test_every_warning_states_an_action():

@@ -43,15 +43,15 @@ class MetricSample(NamedTuple):
 @click.option(
     "--match", default="", metavar="TEXT", help="show only metrics whose name contains this text"
 )
-@click.option("--all", "is_all", is_flag=True, help="also show the buckets of histograms")
+@click.option("--all", "shows_all", is_flag=True, help="also show the buckets of histograms")
 @options.json_option
-def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
+def metrics(*, address: str, match: str, shows_all: bool, as_json: bool) -> int:
     """Print the metrics of one daemon."""
     samples = [
         sample
         for sample in parse_metrics(fetch_page(address, "/metrics"), address)
         if match in sample.title
-        and (is_all or as_json or not sample.name.endswith(_HISTOGRAM_SUFFIXES))
+        and (shows_all or as_json or not sample.name.endswith(_HISTOGRAM_SUFFIXES))
     ]
     if as_json:
         print_json({sample.title: sample.value for sample in samples})

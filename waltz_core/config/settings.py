@@ -86,7 +86,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 # --- Loading
 
 
-class ShownSetting(NamedTuple):
+class EffectiveSetting(NamedTuple):
     """A setting as printed by `waltz-core config show`."""
 
     name: str
@@ -101,10 +101,10 @@ class LoadedConfig(Generic[ConfigT]):
     config: ConfigT
     origins: Mapping[str, str]
 
-    def effective_settings(self) -> list[ShownSetting]:
+    def effective_settings(self) -> list[EffectiveSetting]:
         """Return each setting with its value and its origin, in the order of the sample."""
         return [
-            ShownSetting(
+            EffectiveSetting(
                 setting_field.name,
                 getattr(self.config, setting_field.name),
                 self.origins.get(setting_field.name, "default"),

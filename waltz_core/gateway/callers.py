@@ -112,7 +112,7 @@ class Callers:
         if caller.token is None:
             return
         try:
-            await _present_token(caller.client)
+            await _authenticate(caller.client)
         except errors.AuthenticationFailed:
             caller.is_unusable = True
             raise
@@ -205,7 +205,7 @@ class Callers:
         await client.open()
         try:
             if token is not None:
-                await _present_token(client)
+                await _authenticate(client)
         except BaseException:
             await client.close()
             raise
@@ -227,7 +227,7 @@ class Callers:
         await oldest.close()
 
 
-async def _present_token(client: AsyncWaltzClient) -> None:
+async def _authenticate(client: AsyncWaltzClient) -> None:
     """Present the token to the first server that answers (rule 3)."""
     for address in sorted({owner.address for owner in client.directory.owners.values()}):
         try:

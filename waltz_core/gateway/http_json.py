@@ -11,7 +11,7 @@ from waltz_core.gateway.json_errors import error_fields, error_headers, http_sta
 from waltz_core.gateway.request_parsing import UrlParameters, check_partition, parse_integer
 from waltz_core.records import strict_json
 
-_HEADERS: Final = {
+_RESPONSE_HEADERS: Final = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -39,4 +39,6 @@ def json_response(
 ) -> Response:
     """Return a response with JSON, which browsers neither store nor pass to other origins."""
     body = strict_json.to_json(value) + b"\n"
-    return Response(body, status, _HEADERS | (headers or {}), media_type="application/json")
+    return Response(
+        body, status, _RESPONSE_HEADERS | (headers or {}), media_type="application/json"
+    )

@@ -151,14 +151,14 @@ def expected_log(
     elif slots is None:
         report.add_note(None, "the file is missing: only Waltz 0.13 has written to this directory")
     current = None if slots is None else _check_slots(slots, number, report)
-    key = None
+    cluster_key = None
     info: ControlInfo | None = None
     if control is not None and not control.header.errors:
-        key = control.header.cluster_key
+        cluster_key = control.header.cluster_key
         info = control.entries[number].info if number < len(control.entries) else None
     if current is None:
         durable = -1 if info is None else info.local_low_water_mark
-        return ExpectedLog(number, key, None, gets_batches=False, last_synced_id=durable)
+        return ExpectedLog(number, cluster_key, None, gets_batches=False, last_synced_id=durable)
     # The slot is written before the structure, and states the sequence that the structure will
     # have. After a crash, the structure may have a lower sequence. So only a greater sequence or a
     # later session proves a write of 0.13 (rule 2).
@@ -176,7 +176,12 @@ def expected_log(
         {current.start, current.acked, current.low_water_mark, current.provisional_mark}
     )
     return ExpectedLog(
-        number, key, current, gets_batches=gets_batches, last_synced_id=durable, batch_ends=ends
+        number,
+        cluster_key,
+        current,
+        gets_batches=gets_batches,
+        last_synced_id=durable,
+        batch_ends=ends,
     )
 
 

@@ -45,7 +45,7 @@ def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
         path.parent,
         int(path.stem),
         next_first=None,
-        expected=ExpectedLog(partition=None, key=None),
+        expected=ExpectedLog(partition=None, cluster_key=None),
         findings=findings,
         found_log=found_log,
         chain=None,

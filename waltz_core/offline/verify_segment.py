@@ -43,13 +43,13 @@ _CREATION_TIME_OFFSET = 4  # offset of the creation time in a header
 class ExpectedLog(NamedTuple):
     """The facts about a log that are known before the log is read.
 
-    `key` is the cluster key, None if it is unknown. `gets_batches` is set if the next start of the
+    `cluster_key` is None if it is unknown. `gets_batches` is set if the next start of the
     storage creates batches for records of Waltz 0.13. `last_synced_id` is the last ID that the
     control files state as synced. `batch_ends` are IDs at which a batch of the log should end.
     """
 
     partition: int | None
-    key: bytes | None
+    cluster_key: bytes | None
     slot: ControlSlot | None = None
     gets_batches: bool = False
     last_synced_id: int = -1
@@ -168,7 +168,11 @@ class SegmentCheck:
         report = self._report[suffix]
         for error in header.errors:
             report.add_error(0, f"header: {error}")
-        key = segment_header.cluster_key if self._expected.key is None else self._expected.key
+        key = (
+            segment_header.cluster_key
+            if self._expected.cluster_key is None
+            else self._expected.cluster_key
+        )
         partition = self._expected.partition
         partition = segment_header.partition if partition is None else partition
         for offset, what, expected, value in (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from random import Random
 
 # Messages and events at which a server dies, before or after them (`SimServer.planned_death`).
-SERVER_POINTS: Final = (
+SERVER_CRASH_POINTS: Final = (
     "Prepare",
     "SetLowWaterMark",
     "Truncate",
@@ -33,7 +33,7 @@ SERVER_POINTS: Final = (
     "ReplicaEnd",
     "Appended",
 )
-STORAGE_POINTS: Final = ("Prepare", "SetLowWaterMark", "Truncate", "AppendRaw", "Engage")
+STORAGE_CRASH_POINTS: Final = ("Prepare", "SetLowWaterMark", "Truncate", "AppendRaw", "Engage")
 
 
 # ---- storages
@@ -81,7 +81,7 @@ def crash_storage_at(cluster: SimCluster, rng: "Random") -> bool:
     """Kill a storage at a named request: before its work, or between the work and the answer."""
     storage = choose_storage(cluster, rng)
     on_injected = count_callback(cluster, "crash_storage_at")
-    storage.planned_death = (rng.choice(STORAGE_POINTS), rng.random() < 0.7, on_injected)
+    storage.planned_death = (rng.choice(STORAGE_CRASH_POINTS), rng.random() < 0.7, on_injected)
     return False
 
 
@@ -167,7 +167,7 @@ def crash_server_at(cluster: SimCluster, rng: "Random") -> bool:
     owner = cluster.owner
     server = rng.choice(cluster.servers) if owner is None else owner
     on_injected = count_callback(cluster, "crash_server_at")
-    server.planned_death = (rng.choice(SERVER_POINTS), rng.random() < 0.6, on_injected)
+    server.planned_death = (rng.choice(SERVER_CRASH_POINTS), rng.random() < 0.6, on_injected)
     return False
 
 

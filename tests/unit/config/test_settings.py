@@ -8,7 +8,7 @@ import pytest
 
 from waltz_core.config.settings import (
     Config,
-    ShownSetting,
+    EffectiveSetting,
     load_config,
     render_settings,
     sample_toml,
@@ -54,10 +54,10 @@ def test_the_precedence_of_sources_is_flag_environment_file_default(tmp_path):
     )
     assert loaded.config == SampleConfig(name="a", interval_ms=1_002, port=3, is_enabled=True)
     assert loaded.effective_settings() == [
-        ShownSetting("name", "a", str(path)),
-        ShownSetting("interval_ms", 1_002, "environment WALTZ_SAMPLE_INTERVAL_MS"),
-        ShownSetting("port", 3, "flag --port"),
-        ShownSetting("is_enabled", True, "default"),
+        EffectiveSetting("name", "a", str(path)),
+        EffectiveSetting("interval_ms", 1_002, "environment WALTZ_SAMPLE_INTERVAL_MS"),
+        EffectiveSetting("port", 3, "flag --port"),
+        EffectiveSetting("is_enabled", True, "default"),
     ]
 
 

@@ -82,8 +82,8 @@ RECONNECT_DELAY_S_MAX = 0.5
 EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
 
-_CHANGE_PERMISSIONS = {"c": Permissions.CREATE, "d": Permissions.DELETE, "w": Permissions.WRITE}
-PERMISSION_BITS = {**_CHANGE_PERMISSIONS, "r": Permissions.READ, "a": Permissions.ADMIN}
+_WRITE_PERMISSION_BITS = {"c": Permissions.CREATE, "d": Permissions.DELETE, "w": Permissions.WRITE}
+PERMISSION_BITS = {**_WRITE_PERMISSION_BITS, "r": Permissions.READ, "a": Permissions.ADMIN}
 
 CONNECTION_ERRORS = (
     ConnectionLoss,

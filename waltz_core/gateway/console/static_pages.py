@@ -27,7 +27,7 @@ _MEDIA_TYPES: Final = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
 }
-_HEADERS: Final = {
+_RESPONSE_HEADERS: Final = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -51,7 +51,7 @@ def page_routes() -> list[Route]:
 
 def _page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**_HEADERS, "ETag": tag}
+    headers = {**_RESPONSE_HEADERS, "ETag": tag}
 
     async def page(request: Request) -> Response:
         if request.headers.get("if-none-match") == tag:
@@ -62,4 +62,4 @@ def _page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Resp
 
 
 async def _redirect(_request: Request) -> Response:
-    return RedirectResponse(CONSOLE_PATH, headers=_HEADERS)
+    return RedirectResponse(CONSOLE_PATH, headers=_RESPONSE_HEADERS)
