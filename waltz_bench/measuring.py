@@ -75,9 +75,8 @@ class WorkloadResult:
     extra: dict[str, object] = field(default_factory=dict)
     cpu_seconds: dict[str, float] | None = None  # by role; None if the workload does not measure it
     of_ceiling: float | None = None  # the share of the maximum rate, measured in the same run
-    access_ratio: float | None = (
-        None  # CPU time with access control, divided by CPU time without access control
-    )
+    # CPU time with access control, divided by CPU time without access control.
+    access_ratio: float | None = None
 
 
 @dataclass

@@ -77,9 +77,8 @@ class Setup:
     has_new_owner_ids: bool = False  # a restarted server has a new owner ID, as in production
     duration_ms: int = DURATION_MS
     steps_max: int = DEFAULT_STEPS_MAX
-    is_unbounded: bool = (
-        False  # losses may affect any number of replicas, and ZooKeeper (data_loss_budget.py)
-    )
+    # Whether losses may affect any number of replicas, and ZooKeeper (data_loss_budget.py).
+    is_unbounded: bool = False
     is_calm: bool = False  # whether every draw is the middle one of its range, for scenarios
 
     def limits(self) -> PartitionLimits:

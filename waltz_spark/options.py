@@ -84,9 +84,8 @@ class RegistryOptions:
     auth_file: str | None = None
     subject: str | None = None
     version: int | None = None  # None: the latest version
-    is_derived_from_columns: bool = (
-        False  # the driver derives the schema from the columns and registers it
-    )
+    # Whether the driver derives the schema from the columns and registers it.
+    is_derived_from_columns: bool = False
     message: str | None = None
     schema: RegisteredSchema | None = None
 

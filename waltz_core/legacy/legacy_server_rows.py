@@ -76,9 +76,8 @@ class LegacyRow:
     request: AppendRequest
     number: int = 0  # the number of the row in the order of sending on this connection
     sent_ms: int = 0
-    conflicting_id: TransactionId | None = (
-        None  # the estimate of the lock that has rejected the row
-    )
+    # The estimate of the lock that has rejected the row.
+    conflicting_id: TransactionId | None = None
 
     @property
     def mark(self) -> int:

@@ -106,9 +106,8 @@ class ChainCheck:
         self._is_chain_known = firsts[0] == start.last + 1
         self._segment = 0
         self._entries = self._all_entries()
-        self._current_entry: tuple[LocatedEntry, int] | None = (
-            None  # with the first ID of its segment
-        )
+        # The entry, and the first ID of its segment.
+        self._current_entry: tuple[LocatedEntry, int] | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self._next_id = 0  # the next ID of the current batch
         self._is_chain_computable = True

@@ -127,9 +127,8 @@ class PartitionStore:
         # The session, and the coordinator.
         self._session: StoreSession | None = None
         self._nodes: PartitionNodes | None = None  # the nodes in ZooKeeper, if known
-        self._nodes_being_written: PartitionNodes | None = (
-            None  # the nodes if the write in progress succeeds
-        )
+        # The nodes if the write in progress succeeds.
+        self._nodes_being_written: PartitionNodes | None = None
         self._pending_request = _PendingRequest.NO_REQUEST
         self._attempt = 0
         self._retry_at_ms: int | None = None  # when to send the next request to the coordinator

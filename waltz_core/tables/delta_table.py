@@ -89,9 +89,8 @@ class FollowedDeltaTable:
         self._schema = _with_position_columns(schema or pa.schema([]))
         self._uri, self._key = uri, list(key)
         self._table: DeltaTable | None = None
-        self._start_marks: TableMarks | None = (
-            None  # the marks of a table before its creation (rule 7)
-        )
+        # The marks of a table before its creation (rule 7).
+        self._start_marks: TableMarks | None = None
         self._state: tuple[int, TableState] | None = None  # the version of the table, and its state
 
     def columns(self) -> ArrowSchema:

@@ -221,9 +221,8 @@ class TableProgress(Generic[ChangesT]):
         self._follower, self._given_marks = follower, follower.marks
         self._clock_s = clock_s
         self._last_commit_s = clock_s()
-        self._last_read: tuple[str | None, int | None] | None = (
-            None  # metadata, version; as last read
-        )
+        # Metadata and version, as last read.
+        self._last_read: tuple[str | None, int | None] | None = None
         self._is_created = False  # whether the follower has read or created the table
         self._has_marks = False  # whether the table has, or had, marks of this follower
         self._stored_marks = follower  # the marks in the table

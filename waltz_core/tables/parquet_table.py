@@ -93,9 +93,8 @@ class FollowedParquetTable:
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
         self._newest_batch = -1  # the number of the newest complete batch
-        self._start_marks: TableMarks | None = (
-            None  # the marks of a table before its creation (rule 5)
-        )
+        # The marks of a table before its creation (rule 5).
+        self._start_marks: TableMarks | None = None
         self._has_checked_columns = False
 
     def columns(self) -> ArrowSchema:

@@ -111,9 +111,8 @@ class RetriedTask(Process):
     def _on_message(self, retry: "Callable[[], None]", link: SimLink, message: Message) -> None:
         network = self._cluster.network
         if isinstance(message, Mounted):
-            self._is_over = (
-                True  # the rows are sent once: a client reads the outcome instead of resending
-            )
+            # The rows are sent once: a client reads the outcome instead of resending.
+            self._is_over = True
             for number, row in enumerate(self._rows, 1):
                 request = (BEFORE_FIRST, (), (), (), 7, row.data, zlib.crc32(row.data))
                 network.send(link, NEAR, AppendRequest(self._req_id(number), *request))

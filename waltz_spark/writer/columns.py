@@ -258,9 +258,8 @@ class RowConverter:
         )
         self._next_round_robin_index = first_round_robin_index % len(self._allowed_partitions)
         self._encode = payload_encoder(options)
-        self._row_count = (
-            0  # the rows of earlier batches; errors name a row by its position in the task
-        )
+        # The number of rows in earlier batches. Errors name a row by its position in the task.
+        self._row_count = 0
 
     def convert(self, batch: pa.RecordBatch) -> ConvertedRows:
         """Return the append columns of a batch.

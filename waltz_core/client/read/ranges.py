@@ -518,9 +518,8 @@ class ReplicaReader:
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
         self._addresses.sort(key=lambda address: address not in replicas.replicas_in_group)
         self._link: ReaderConnection | None = None
-        self._local_reader: LocalReader | None = (
-            None  # the connected storage, if it is on this machine
-        )
+        # The connected storage, if it is on this machine.
+        self._local_reader: LocalReader | None = None
         self._is_closed = False
         self.from_replica_count = 0
         self.from_local_count = 0  # the chunks of replicas that were read from files directly

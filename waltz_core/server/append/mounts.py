@@ -71,9 +71,8 @@ class _MountEntry:
     number: int
     is_ready: bool
     principal: str  # rule 7; empty if the client ID has a proof
-    has_rejected_append: bool = (
-        False  # an append was rejected because of a full queue or a limit (rule 4)
-    )
+    # Whether an append was rejected because of a full queue or a limit (rule 4).
+    has_rejected_append: bool = False
 
 
 class Mounts:
