@@ -56,7 +56,7 @@ ORDINARY_WORDS = frozenset(
         admin appends cache callbacks check client cluster command config connection
         consumer copy data directory disk end entry error failed failure fetch field file
         find found index info keeper kind limits link local log mark memory message metric
-        mismatch node not open opened option options partitions payload pending progress
+        metrics mismatch node not open opened option options partitions payload pending progress
         protocol read reader records replicas report request requests response result run send
         server session set shared source state storage store stored task to view waiting
         waltz write writer zoo
