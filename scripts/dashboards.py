@@ -166,8 +166,8 @@ DASHBOARDS: Final = (
             ),
             Panel(
                 "Rejected transactions",
-                "By reason. lock: a conflict of clients; no_space: full disks; overloaded: the "
-                "server has too many requests.",
+                "By reason. lock: a lock conflict between transactions; no_space: full disks; "
+                "overloaded: the server has too many requests.",
                 "cps",
                 [("{{reason}}", rate("waltz_server_rejected_transactions_total", "reason"))],
             ),
@@ -250,7 +250,7 @@ DASHBOARDS: Final = (
             ),
             Panel(
                 "Rejected transactions",
-                "By reason; `lock` is a conflict of clients.",
+                "By reason; `lock` is a lock conflict between transactions.",
                 "cps",
                 [
                     (

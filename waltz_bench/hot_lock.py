@@ -151,7 +151,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> WorkloadResult:
         while (sent_s := time.perf_counter()) < until:
             context = _Increment(client, run, view, padding)
             transaction_id = await (await client.submit(context))
-            assert transaction_id is not None, "it never aborts"
+            assert transaction_id is not None, "the context never aborts"
             latencies.append(time.perf_counter() - sent_s)
             outcomes[transaction_id] = context.value
             view = CounterView(context.value, transaction_id, transaction_id)

@@ -62,7 +62,9 @@ class ScenarioRunner:
             opening.strip(),
         )
         if found is None:
-            raise BadFormat(f"scenario: expected it to begin with replicas, found {opening!r}")
+            raise BadFormat(
+                f"scenario: expected a first command such as 'begin with A B C', found {opening!r}"
+            )
         replicas, spare, servers = ((group or "").split() for group in found.groups())
         setup = Setup(
             replicas=len(replicas),

@@ -382,7 +382,7 @@ SLOW_FAULTS = {
         for title in FAULTS
     ],
 )
-def test_a_fault_is_named_and_repaired_by_the_printed_command(
+def test_the_doctor_finds_a_fault_and_the_printed_command_repairs_it(
     diagnosed: DiagnosedCluster, title: str
 ):
     fault, cluster = FAULTS[title], diagnosed.cluster()

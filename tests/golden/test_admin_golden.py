@@ -74,7 +74,7 @@ def record(meaning):
 
 
 @pytest.mark.parametrize("example", CAPTURED, ids=lambda each: each["name"])
-def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(example):
+def test_captured_frames_are_decoded_correctly_and_encoded_to_the_same_bytes(example):
     data = bytes.fromhex(example["frame_hex"])
     header = codec.decode_frame_header(data)
     assert header == (ord("A"), 0, len(data) - 7)
@@ -124,7 +124,7 @@ def test_each_type_has_the_bytes_of_the_specification(message, version):
     assert codec.decode(WireProtocol.ADMIN, version, memoryview(payload)) == message
 
 
-def test_the_message_table_of_version_0_equals_that_of_waltz_0_13():
+def test_the_message_table_of_version_0_equals_the_table_of_waltz_0_13():
     assert sorted(codec._layouts(WireProtocol.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
     new_codes = (
         codec._layouts(WireProtocol.ADMIN, 1).keys() - codec._layouts(WireProtocol.ADMIN, 0).keys()

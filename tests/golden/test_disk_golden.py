@@ -68,7 +68,7 @@ def test_control_file_of_waltz_0_13_decodes_and_encodes_to_the_same_bytes(case):
             assert info.encode() == raw
 
 
-def test_a_written_control_file_equals_that_of_waltz_0_13(tmp_path):
+def test_a_written_control_file_equals_the_control_file_of_waltz_0_13(tmp_path):
     case = load("control_file.json")[0]
     data = bytes.fromhex(case["hex"])
     header = ControlHeader.decode(data[:CONTROL_HEADER_BYTES])

@@ -10,7 +10,7 @@ from waltz_core.wire.messages import Hello, WireProtocol
 EXAMPLES = json.loads((Path(__file__).parent / "wire" / "hello.json").read_text(encoding="utf-8"))
 
 
-def test_hellos_decode_to_their_meaning_and_encode_to_their_bytes():
+def test_captured_hellos_are_decoded_correctly_and_encoded_to_the_same_bytes():
     assert len(EXAMPLES) == 3
     for example in EXAMPLES:
         data = bytes.fromhex(example["frame_hex"])

@@ -51,7 +51,7 @@ def round_trip(protocol, version, data) -> Message:
 
 
 @pytest.mark.parametrize("file", list(EXAMPLE_COUNTS))
-def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(file):
+def test_captured_frames_are_decoded_correctly_and_encoded_to_the_same_bytes(file):
     frame_count = 0
     for example in load(file):
         protocol, version, data = read_frame(example["frame_hex"])

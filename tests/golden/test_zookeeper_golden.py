@@ -109,7 +109,7 @@ def test_the_file_has_every_kind_of_node():
 
 
 @pytest.mark.parametrize("entry", CAPTURED, ids=lambda entry: entry["name"])
-def test_captured_nodes_decode_to_their_meaning_and_encode_to_their_bytes(entry):
+def test_captured_nodes_are_decoded_correctly_and_encoded_to_the_same_bytes(entry):
     data, path, meaning = bytes.fromhex(entry["hex"]), entry["path"], entry["decoded"]
     value = decode(meaning["kind"], data, path)
     expected = MEANINGS[meaning["kind"]](meaning, path)

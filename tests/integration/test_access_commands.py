@@ -86,7 +86,7 @@ def test_permissions_and_tokens_reach_every_daemon(
     assert file.read_text().strip() not in str(audit)
 
 
-def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
+def test_the_error_names_a_storage_that_has_not_read_a_change(cluster: LocalCluster):
     connect_arguments = ("--connect", cluster.connect)
     run_command("access", "init", *connect_arguments)  # unless another test has done so
     grant = ("access", "grant", "bob", "read", *connect_arguments)

@@ -112,7 +112,7 @@ def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     logged += caplog.messages
 
 
-def test_captured_frames_are_answered_by_captured_frames() -> None:
+def test_captured_requests_get_the_captured_answers() -> None:
     async def main() -> None:
         async with cluster(4, feed_request_count_min=100) as (_, server), dialing(server) as dial:
             wire = await dial()

@@ -64,7 +64,7 @@ def test_a_scenario_file_round_trips():
 @pytest.mark.parametrize(
     ("steps", "sentence"),
     [
-        ("> append 1", "expected it to begin with replicas, found 'append 1'"),
+        ("> append 1", "expected a first command such as 'begin with A B C', found 'append 1'"),
         ("> begin with A B C\n> burn C", "expected a command, found 'burn C'"),
         ("> begin with A B C\nand then", "expected a step or a milestone, found 'and then'"),
     ],

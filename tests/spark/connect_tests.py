@@ -115,7 +115,7 @@ def test_a_payload_that_cannot_be_unpacked_is_an_error_or_null(
     ]
 
 
-def test_the_second_of_two_writers_with_one_snapshot_is_rejected(
+def test_the_second_of_two_writers_with_the_same_snapshot_is_rejected(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     snapshot = waltz_spark.snapshot(spark, connect)

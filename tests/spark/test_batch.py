@@ -141,7 +141,7 @@ def dispatches(spark: SparkSession, writer_name: str, first: int, last: int) -> 
 
 
 @pytest.mark.core
-def test_the_second_of_two_writers_with_one_snapshot_is_rejected(
+def test_the_second_of_two_writers_with_the_same_snapshot_is_rejected(
     spark: SparkSession, connect: str
 ) -> None:
     marks = marks_of(spark, connect)
@@ -223,7 +223,7 @@ def test_an_empty_dataframe_writes_no_transactions(spark: SparkSession, connect:
     assert marks_of(spark, connect) == before
 
 
-def test_results_are_found_under_any_kind_of_path(
+def test_results_are_written_and_read_with_any_kind_of_path(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     table = spark.range(3).selectExpr("id")

@@ -56,7 +56,7 @@ def test_a_table_is_written_and_read_back_in_avro(
 
 
 @pytest.mark.core
-def test_a_table_follows_payloads_in_avro(
+def test_a_table_follows_a_log_with_avro_payloads(
     spark: SparkSession, connect: str, options: dict[str, str], tmp_path: Path
 ) -> None:
     before = marks_of(spark, connect)

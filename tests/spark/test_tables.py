@@ -116,7 +116,7 @@ def test_a_micro_batch_that_is_repeated_writes_no_commit(
 
 
 @with_delta
-def test_each_follower_continues_a_table_of_the_other_follower(
+def test_each_kind_of_follower_continues_a_table_of_the_other_kind(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
@@ -306,7 +306,7 @@ def test_a_restored_table_and_lost_marks_are_errors(
 
 
 @with_delta
-def test_a_table_that_another_program_overwrites_is_an_error(
+def test_following_a_table_that_another_program_has_overwritten_is_an_error(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = str(tmp_path / "table")
@@ -320,7 +320,7 @@ def test_a_table_that_another_program_overwrites_is_an_error(
 
 
 @with_delta
-def test_column_types_equal_those_of_the_follower_without_spark(
+def test_both_kinds_of_follower_create_the_same_column_types(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     columns = {

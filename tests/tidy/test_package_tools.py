@@ -110,7 +110,7 @@ def test_helm_accepts_the_chart() -> None:
     run("helm", "lint", "--strict", CHART_FOLDER)
 
 
-def test_the_manifests_are_those_of_the_chart() -> None:
+def test_the_manifests_equal_the_rendered_chart() -> None:
     assert sorted(yaml_documents(MANIFESTS_FILE), key=str) == sorted(
         (document for document in yaml.safe_load_all(rendered()) if document), key=str
     )

@@ -128,7 +128,7 @@ def test_the_build_copies_existing_files_and_what_the_wheel_needs() -> None:
     assert set(needed) < set(copied)
 
 
-def test_exposed_ports_are_those_of_the_daemons() -> None:
+def test_the_exposed_ports_are_the_default_ports_of_the_daemons() -> None:
     text = (DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8")
     exposed = re.findall(r"(?m)^EXPOSE (.*)$", text)[0]
     ports = {port for default_port in DEFAULT_PORTS.values() for port in default_port.values()}

@@ -24,7 +24,7 @@ def entries() -> list[str]:
     return re.findall(r"(?ms)^- \*\*.*?(?=^- |^#|^$|\Z)", CHANGELOG)
 
 
-def test_the_newest_section_is_that_of_the_version():
+def test_the_newest_section_of_the_changelog_has_the_current_version():
     title = re.search(r"(?m)^## (.*)", CHANGELOG)
     assert title is not None
     release, is_development = re.subn(r"\.dev\d+$", "", __version__)

@@ -204,7 +204,7 @@ def _handshake_burst_max_setting() -> Any:  # noqa: ANN401 - see `setting`
         2_000,
         "Number of TLS handshakes that one host may begin at once. The daemon closes further "
         "connections of this host. If it is too small, peers with many partitions connect slowly "
-        "after a restart. If it is too large, a hostile host delays the requests of others.",
+        "after a restart. If it is too large, a hostile host delays the requests of other hosts.",
         minimum=10,
         maximum=1_000_000,
     )

@@ -70,7 +70,7 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "mark": _ID_OR_MARK
             | {
                 "description": "The mark of the state from which the transaction was computed. "
-                "Required with write locks and read locks."
+                "Required if the transaction has write locks or read locks."
             },
         },
         "required": ["data"],
@@ -263,7 +263,7 @@ _OPERATION_DETAILS: Final[dict[str, dict[str, Any]]] = {
             _parameter(
                 "linearizable",
                 "query",
-                "Whether a quorum confirms the marks.",
+                "If true, a quorum confirms the marks before the gateway answers.",
                 {"type": "boolean", "default": False},
             ),
         ],

@@ -219,7 +219,7 @@ def _check_slots(
     elif len(valid_slots) == 1:
         report.add_error(
             None,
-            "only one control slot is valid; the other one may have had a later promised session",
+            "only one control slot is valid; the other slot may have had a later promised session",
         )
     elif abs(slots[0].sequence - slots[1].sequence) != 1:
         report.add_error(

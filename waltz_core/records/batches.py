@@ -202,7 +202,7 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
     unknown_names = [name for name in names if name not in _TYPE_BY_COLUMN]
     if unknown_names or "data" not in names or len(set(names)) < len(names):
         raise BadRequest(
-            "append batch: expected a column 'data', and optionally others of "
+            "append batch: expected a column 'data', and optionally other columns of "
             f"{APPEND_SCHEMA_WITH_MARKS.names}, each once; found {names}"
         )
     return _encode_columns(dict(zip(names, rows.columns, strict=True)))

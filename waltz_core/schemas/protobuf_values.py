@@ -308,8 +308,8 @@ class MessageBuilder:
         if field_value is None:
             if not part.has_presence:
                 raise ValueError(
-                    "a null cannot be stored in a field without presence. Hint: declare it "
-                    "optional in the schema"
+                    "a null cannot be stored in a field without presence. Hint: declare the "
+                    "field optional in the schema"
                 )
             return
         if part.key_converter is not None:

@@ -552,7 +552,7 @@ def check_other_commits(other_commits: Sequence[OtherCommit], follower: TableMar
             raise BadFormat(
                 f"version {version} of the table was written by follower {name!r} after the last "
                 f"commit of follower {follower.follower!r}: a table has one follower. Hint: stop "
-                f"this one, and let follower {name!r} continue, or use another table."
+                f"this follower, and let follower {name!r} continue, or use another table."
             )
 
 

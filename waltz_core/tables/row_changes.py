@@ -240,7 +240,7 @@ def _check_key_types(key: Sequence[str], schema: pa.Schema) -> None:
             raise BadConfig(
                 f"key column {name!r}: expected a boolean, an integer, a decimal, text, "
                 f"binary, a date or a timestamp, found {kind}. Hint: use another column as "
-                "key, or declare this one with another type."
+                "key, or declare this column with another type."
             )
 
 

@@ -213,7 +213,7 @@ def common_rules(stored_rules: StoredRules, given_rules: StoredRules) -> StoredR
             raise BadConfig(
                 f"{name}: expected {_rule_text(old)}, as in the commits of the table, found "
                 f"{_rule_text(new)}. Hint: pass the rules with which the table was created, or "
-                "build a new table with other ones."
+                "build a new table with other rules."
             )
     return stored_rules
 

@@ -205,7 +205,7 @@ class TlsPort:
                 )  # with unread bytes the system would drop the alert
                 accepted.send(tls.HANDSHAKE_FAILURE_ALERT)
             elif tcp.has_peer_closed(accepted):
-                failure = "the peer closed the connection while its handshake waited for others"
+                failure = "the peer closed the connection while its handshake waited in the queue"
                 tls.log_failure(host, failure)
             return not failure
         if self._context.plain_peers:  # rule 4

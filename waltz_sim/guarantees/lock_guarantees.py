@@ -101,7 +101,7 @@ class LockGuarantees:
     def _last_assigned_id(self, server: "SimServer") -> TransactionId:
         """Return the last ID that a server has assigned, whether submitted to the store or not."""
         assert server.partition is not None
-        gathered = server.partition.pipeline.gathered_count
+        gathered = server.partition.pipeline.unsubmitted_count
         return TransactionId(self._submitted_last[server.name] + gathered)
 
     def check_table(self, server: "SimServer") -> None:

@@ -331,7 +331,8 @@ def _check_result(
         arrays = [_result_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
         raise _wrong_result_error(
-            f"expected {name} to return columns with the types of the input, found others ({error})"
+            f"expected {name} to return columns with the types of the input, found other types "
+            f"({error})"
         ) from None
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     for each in identity:

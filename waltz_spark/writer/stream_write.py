@@ -72,7 +72,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
             raise BadConfig(
                 "option 'recompute' in a stream needs identityColumns (with dataFormat), "
                 "because a repeated micro-batch cannot find recomputed rows without it. "
-                "Hint: set it, or use exactlyOnce=false."
+                "Hint: set identityColumns, or use exactlyOnce=false."
             )
         self._job = create_write_job(options, schema, None)
 

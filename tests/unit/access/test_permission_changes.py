@@ -183,7 +183,7 @@ def test_a_deleted_group_loses_its_grants():
     access_node.encode_permissions(changed)
 
 
-def test_a_missing_group_is_named():
+def test_the_error_names_a_missing_group():
     for change in (
         lambda: changes.grant(EMPTY, GROUP_SERVERS, [READ], None),
         lambda: revoke(EMPTY, GROUP_SERVERS, [READ], None),

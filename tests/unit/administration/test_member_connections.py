@@ -52,7 +52,7 @@ def test_the_tls_option_overrides_the_connect_string(command_ssl_context, tmp_pa
     )
 
 
-def test_a_wrong_cluster_that_is_detected_later_is_reported(command_ssl_context):
+def test_tls_settings_selected_in_a_context_do_not_apply_outside_of_it(command_ssl_context):
     def detect_cluster():
         member_connections.use_settings_of(f"{CONNECT_STRING}?tls=unverified")
         return member_connections.ssl_context()
@@ -66,7 +66,7 @@ def test_a_wrong_cluster_that_is_detected_later_is_reported(command_ssl_context)
     assert before is None
 
 
-def test_a_missing_tls_file_is_named(command_ssl_context, tmp_path):
+def test_the_error_names_a_missing_tls_file(command_ssl_context, tmp_path):
     with pytest.raises(BadConfig, match=r"tls_authorities: '.*absent.pem' cannot be read"):
         command_ssl_context(tls=str(tmp_path / "absent.pem"))
 

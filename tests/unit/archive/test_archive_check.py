@@ -187,7 +187,7 @@ def test_a_corrupt_or_missing_page_hides_only_the_objects_that_it_lists(archive)
     assert [bad_file.name for bad_file in archive.check().bad_files] == [PAGE, archive.object(3)]
 
 
-def test_all_wrong_files_are_named(archive):
+def test_the_check_returns_the_names_of_all_wrong_files(archive):
     archive.path(archive.object(0)).unlink()
     archive.flip(archive.object(1), 0.5)
     archive.path(archive.object(3)).unlink()

@@ -42,7 +42,7 @@ def test_a_manifest_round_trips():
 
 
 @pytest.mark.parametrize("first", [9, 11])
-def test_an_object_after_a_gap_or_over_another_one_is_rejected(first):
+def test_an_object_that_leaves_a_gap_or_overlaps_another_is_rejected(first):
     with pytest.raises(BadFormat, match="to be 10, found an object"):
         manifest_with_objects(1).with_object(entry(1, first=first))
 

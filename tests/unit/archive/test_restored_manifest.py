@@ -334,7 +334,7 @@ def test_the_new_manifest_has_a_higher_version_than_all_manifests_of_its_cluster
     assert manifest_version_of(manifest.name) == version
 
 
-def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
+def test_the_error_names_an_object_that_was_deleted_during_the_restore(store, log):
     restored = RestoredRange(store, read_saved_manifest(store, log))
     restored.check_objects_exist()
     store.delete(object_name(0))

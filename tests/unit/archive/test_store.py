@@ -43,7 +43,7 @@ def test_files_are_written_read_listed_and_deleted(store):
 
 
 @pytest.mark.parametrize("call", ["read", "open"])
-def test_a_missing_file_is_named(store, call):
+def test_the_error_names_a_missing_file(store, call):
     store.write("7/other", b"")
     with pytest.raises(
         ObjectMissing, match=f"cannot {call} .*/archive/{NAME}, because it does not exist"
@@ -100,7 +100,7 @@ def test_an_error_in_the_callers_block_is_not_reported_as_an_error_of_the_store(
     assert store.list_names("") == []
 
 
-def test_an_error_of_an_open_file_is_reported_with_its_name(store):
+def test_an_error_while_a_file_is_open_names_the_file(store):
     with store.open_sink(NAME) as sink, Path("/dev/full").open("wb", buffering=0) as full:
         sink._file, file = full, sink._file
         with pytest.raises(ArchiveUnavailable, match=f"write .*{NAME}: No space left on device"):

@@ -149,7 +149,7 @@ def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, change
 
 
 @pytest.mark.parametrize("wrong", [".parquet", "1-9-"])
-def test_a_file_that_reads_back_differently_is_an_error_with_its_name(store, wrong):
+def test_the_error_names_a_file_that_reads_back_differently(store, wrong):
     store.wrong = wrong
     with pytest.raises(WaltzError, match=r"0-9-9|1-9-"):
         upload(store, KEY, job_after())
@@ -167,7 +167,7 @@ def test_records_of_another_log_are_found(store):
     assert not [name for name in store.list_names(CLUSTER) if "manifests" in name]
 
 
-def test_a_store_that_fails_is_an_error_with_the_operation(tmp_path):
+def test_the_error_of_a_store_names_the_failed_operation(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ArchiveUnavailable, match=r"cannot write .*objects/0-9-9"):
         upload(ArchiveStore(f"file://{tmp_path}/file"), KEY, job_after())

@@ -92,7 +92,7 @@ def test_a_partition_without_an_archive_has_no_problems(archive, capsys):
         ((1, 10**6), "1..{0}", 3),
     ],
 )
-def test_ids_that_have_expired_are_named(archive, capsys, wanted, expected_ids, objects):
+def test_verify_prints_which_ids_have_expired(archive, capsys, wanted, expected_ids, objects):
     archive.marks = [expire_first_object(archive)]
     first, last = wanted
     archive.check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)

@@ -142,7 +142,7 @@ def test_a_declared_column_has_its_own_type_or_the_type_in_the_log():
         ("price:decimal(39,2)", "--column price: precision should be between 1 and 38"),
     ],
 )
-def test_a_wrong_column_is_named(column: str, message: str):
+def test_the_error_names_a_wrong_column(column: str, message: str):
     result = run_command(
         "client", "export", "--connect", "h:1/w", "--format", "csv", "--column", column
     )

@@ -41,7 +41,7 @@ ARGUMENTS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
         ),
     ],
 )
-def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
+def test_the_error_names_a_wrong_option(tmp_path: Path, more: list[str], message: str):
     table = tmp_path / "table"
     result = run_command("follow", str(table), *ARGUMENTS, *more)
     assert result.returncode == 1
@@ -67,7 +67,7 @@ def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
         ("[x]\nkey='id'\ncolumns='id:int7'", "table x: --column id: expected one of the types"),
     ],
 )
-def test_an_error_in_a_file_of_tables_is_named(tmp_path: Path, text: str, message: str):
+def test_an_error_in_a_file_of_tables_is_reported(tmp_path: Path, text: str, message: str):
     file = tmp_path / "tables.toml"
     file.write_text(text)
     result = run_command("follow", "--tables", str(file), "--connect", "h:1/w")

@@ -106,7 +106,7 @@ def prepared_up_to(last, **changes):
     return replace(prepared_answer(), synced_max=last, **changes)
 
 
-def test_the_newest_ids_are_the_greatest_of_the_last_records():
+def test_the_highest_client_ids_and_generations_are_read_from_the_last_records():
     issued = FIRST_ISSUED_ID + 6  # a server has issued these IDs; ZooKeeper's are lower
     link = Link([header_range(0, (issued, 3), (70, 2))], [DAMAGE, header_range(2, (8, 4))])
     result = run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(2)))

@@ -754,7 +754,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
 
 
 @run_on_virtual_loop
-async def test_a_range_read_returns_dense_chunks_until_the_reader_or_the_client_closes():
+async def test_a_range_read_returns_chunks_without_gaps_until_the_reader_or_the_client_closes():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         for i in range(10):
             payload = batch_of(*(b"%d-%d" % (i, j) for j in range(100)))

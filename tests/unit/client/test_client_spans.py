@@ -185,7 +185,7 @@ async def test_a_failing_span_processor_does_not_change_outcomes(method, monkeyp
 
 
 @run_on_virtual_loop
-async def test_without_the_setting_there_is_no_span():
+async def test_without_the_setting_no_span_is_recorded():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"one", partition=0))
     assert EXPORTED.get_finished_spans() == ()

@@ -71,7 +71,7 @@ def test_an_append_with_other_locks_claims_the_mark_of_the_state():
     assert replaced.mark_and_state(5, (*LOCKS, 33)) == (10, replaced)
 
 
-def test_predecessors_are_those_of_the_last_requested_locks():
+def test_predecessors_are_kept_only_for_the_last_requested_locks():
     first = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     fewer = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS[:1])
     assert fewer.mark_and_state(5, LOCKS[:1]) == (11, fewer)

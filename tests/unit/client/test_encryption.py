@@ -307,7 +307,7 @@ def test_settings_that_need_keys_are_rejected_without_them(name: str) -> None:
         replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key_id" else True})
 
 
-def test_a_client_with_a_wrong_reference_does_not_open(directory: Path) -> None:
+def test_a_client_with_invalid_encryption_settings_does_not_open(directory: Path) -> None:
     with MemoryWaltz(1) as waltz:
         with pytest.raises(errors.BadConfig, match="encryption keys: the directory"):
             waltz.client(config(directory / "none"))

@@ -46,7 +46,7 @@ def test_a_short_outage_is_not_logged_and_a_long_one_at_intervals(
     assert logged_times(caplog, log_after_s=0, failures_s=tries) == [5, 65, 125]
 
 
-def test_the_time_of_an_outage_begins_at_its_first_failure(
+def test_the_duration_of_an_outage_is_measured_from_its_first_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert logged_times(caplog, log_after_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []

@@ -122,7 +122,7 @@ async def test_a_feed_from_latest_starts_at_the_mark_of_the_log():
 
 
 @run_on_virtual_loop
-async def test_applied_transactions_are_reported_before_a_slow_run_ends():
+async def test_slow_callbacks_do_not_delay_the_report_of_applied_transactions():
     second_began = asyncio.Event()
 
     class SlowCallbacks(ResumingCallbacks):
@@ -619,7 +619,7 @@ class CallbacksWithoutMark:
 
 
 @run_on_virtual_loop
-async def test_callbacks_that_lack_a_method_are_rejected_with_its_name():
+async def test_the_error_names_the_method_that_callbacks_lack():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         text = (
             "CallbacksWithoutMark: expected a method client_high_water_mark, found none. Hint: "

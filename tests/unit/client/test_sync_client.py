@@ -130,7 +130,7 @@ def test_tasks_started_during_the_shutdown_are_cancelled():
     assert [task.cancelled() for task in late_tasks] == [True]
 
 
-def test_applied_transactions_are_reported_before_a_slow_run_ends():
+def test_slow_callbacks_do_not_delay_the_report_of_applied_transactions():
     """The second transaction blocks; the error of a context reports the first one as applied."""
     second_began, may_continue = threading.Event(), threading.Event()
 

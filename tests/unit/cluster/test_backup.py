@@ -104,7 +104,7 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
         ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
-def test_invalid_values_are_named(changes, problem):
+def test_the_error_names_invalid_values(changes, problem):
     data = encode_with_crc({**decode_with_crc(BACKUP.to_bytes(), "f"), **changes})
     with pytest.raises(BadFormat, match=f"backup f: .*{problem}".replace("..", r"\.\.")):
         Backup.from_bytes(data, "f")

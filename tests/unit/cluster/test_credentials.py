@@ -101,7 +101,7 @@ def test_further_lines_name_administrators_or_grant_at_most_member_permissions(t
     assert other_permissions("R/x/audit") == [administrator]
 
 
-def test_the_documented_files_are_those_of_the_two_users():
+def test_the_documented_auth_files_define_an_administrator_and_a_member():
     """The command for the hash is tested, too."""
     page = Path(__file__).resolve().parents[3] / "docs" / "zookeeper.md"
     blocks = re.findall(r"^```(\w*)\n(.+?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)

@@ -330,7 +330,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
 
 
 @run_in_cluster
-async def test_a_damaged_descriptor_is_named(cluster):
+async def test_the_error_names_a_damaged_descriptor(cluster):
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.child_names(SERVERS)
     await session.write([SetNode(f"{SERVERS}/{name}", b"\xff", 0)])

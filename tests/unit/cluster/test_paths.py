@@ -51,7 +51,7 @@ def test_the_table_names_every_path():
     assert found | reserved == {f"/{znode.path}" for znode in ZNODES}
 
 
-def test_the_readers_of_znodes_are_those_of_decision_048():
+def test_the_readers_of_znodes_match_decision_048():
     """Decision 048, "ZooKeeper"."""
     public = {"R", "R/ids", "R/serverDescriptors", "R/serverDescriptors/s_N", "R/store"}
     public |= {"R/store/group", "R/x", "R/x/restored"}

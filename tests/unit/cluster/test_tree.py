@@ -160,7 +160,7 @@ async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(scenario
 
 
 @run_on_virtual_loop
-async def test_a_cluster_below_another_one_is_not_deleted_with_it(scenario):
+async def test_a_cluster_with_another_cluster_below_its_root_is_not_deleted(scenario):
     await scenario.cluster("/w")
     await scenario.cluster("/w/team/payments", "payments")
     before = scenario.zookeeper.dump()

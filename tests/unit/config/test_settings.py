@@ -79,7 +79,7 @@ def test_connect_in_a_file_overrides_the_variable_waltz_connect(tmp_path):
     assert load_config(ConnectedConfig, path=path, environment=environment).config.connect == "own"
 
 
-def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
+def test_the_error_for_an_unknown_name_suggests_the_nearest_name(tmp_path):
     path = write(tmp_path, 'name = "a"\ninterval_msec = 5\n')
     with pytest.raises(
         BadConfig, match=r"sample\.toml: unknown .*'interval_msec'.*mean 'interval_ms'"
@@ -120,7 +120,7 @@ def test_an_invalid_value_is_reported_with_its_location(tmp_path, text, message)
         load_config(SampleConfig, path=write(tmp_path, text))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_the_error_names_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(BadConfig, match=r"cannot read settings file .*nothing\.toml: No such file"):
         load_config(SampleConfig, path=tmp_path / "nothing.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")

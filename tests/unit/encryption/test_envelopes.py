@@ -42,7 +42,7 @@ def test_a_payload_is_encrypted_and_decrypted(payload: bytes) -> None:
     assert encryption().decrypt(envelope, **FIELDS) == DecryptedPayload(payload, None)
 
 
-def test_the_key_id_of_a_call_overrides_that_of_the_client() -> None:
+def test_the_key_id_of_a_call_overrides_the_key_id_of_the_client() -> None:
     envelope = encryption().encrypt(b"x", **FIELDS, key_id="b")
     only_a = {"a": KEYS["a"]}
     assert encryption().decrypt(envelope, **FIELDS).data == b"x"

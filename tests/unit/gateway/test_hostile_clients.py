@@ -173,7 +173,7 @@ def test_a_second_gateway_returns_the_outcome_after_the_first_ends_without_an_an
 
 
 @pytest.mark.parametrize("texts", [("a", "a"), ("a", "b")])
-def test_concurrent_requests_at_two_gateways_with_one_idempotency_key_append_once(texts):
+def test_concurrent_requests_at_two_gateways_with_the_same_idempotency_key_append_once(texts):
     async def append(gateway, text):
         async with gateway.client() as client:
             while True:

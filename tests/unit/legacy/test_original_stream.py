@@ -265,7 +265,7 @@ def test_a_batch_that_cannot_be_decoded_is_rejected_before_it_is_sent(mounted_wo
     assert mounted_world.send(append(5, 9)) == [append(5, 9)]
 
 
-def test_a_committed_append_proves_earlier_missing_appends_lost(mounted_world):
+def test_a_committed_append_proves_that_earlier_missing_appends_are_lost(mounted_world):
     for sequence in (1, 2, 3):
         mounted_world.send(append(sequence))
     one, two = mounted_world.receive(feed_event(10, own_req_id(2)))
@@ -412,7 +412,7 @@ def test_a_suspended_feed_of_a_writer_is_requested_again(mounted_world):
     assert mounted_world.sent == [m.FeedRequest(MOUNT, 9)]
 
 
-def test_the_feed_is_requested_only_for_the_stream_or_for_appends_in_flight(world):
+def test_the_feed_is_requested_only_if_the_stream_or_an_append_in_flight_needs_it(world):
     world.mount(9, wants_feed=True, after=7)
     world.receive(m.FeedSuspended(MOUNT))
     assert world.sent == []

@@ -186,7 +186,7 @@ OTHER_FILES = {
         [
             f"{SLOTS} at 0: slot 0: expected CRC b25c4fb2, found a6093a67",
             (
-                f"{SLOTS}: only one control slot is valid; the other one may have had a later "
+                f"{SLOTS}: only one control slot is valid; the other slot may have had a later "
                 "promised session"
             ),
         ],

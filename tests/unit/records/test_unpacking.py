@@ -226,7 +226,7 @@ def test_nested_fields_that_are_not_nullable_never_have_a_null(kind, good, bad) 
         assert (columns[0].to_pylist(), is_whole.tolist()) == ([None], [False])
 
 
-def test_an_empty_map_is_a_struct_of_nulls() -> None:
+def test_an_empty_map_is_read_as_a_struct_of_nulls() -> None:
     kind = pa.struct([("x", pa.int32()), ("s", pa.struct([("y", pa.int32())]))])
     assert read({}, kind, "msgpack") == {"x": None, "s": None}
     assert read({"s": {}}, kind, "json") == {"x": None, "s": {"y": None}}

@@ -221,7 +221,7 @@ def test_the_next_session_opens_soon_without_a_lost_replica(world):
     assert world.all_reported(SessionSettled)[-1].committed_last == 1
 
 
-def test_follows_own_session_is_false_after_an_intermediate_session_of_another_owner(world):
+def test_flag_follows_own_session_is_false_after_an_intermediate_session_of_another_owner(world):
     world.claim_elsewhere(1)
     world.step(session_events.Checkpoint())
     assert isinstance(world.zookeeper_requests[0], session_events.WriteMetadata), (

@@ -548,7 +548,7 @@ def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
 LARGE = bytes(LARGE_BYTES)
 
 
-def test_a_full_window_stops_the_turns_until_a_batch_is_settled() -> None:
+def test_large_requests_wait_while_the_in_flight_window_is_full() -> None:
     world = World(PartitionLimits(lock_slot_count=11, in_flight_bytes_max=LARGE_BYTES))
     world.single(data=LARGE, cost=LARGE_BYTES)
     world.single(data=LARGE, cost=LARGE_BYTES)

@@ -96,7 +96,7 @@ def deliver_all(each: Feed) -> list[object]:
     return out
 
 
-def test_a_large_lag_is_sent_in_frames_and_turns() -> None:
+def test_a_large_lag_is_sent_in_several_frames() -> None:
     machine = feed(24)
     mount(machine, 1, -1, 24)
     assert frames(list(machine.deliver()), 1) == [(0, 10)]

@@ -108,7 +108,7 @@ def test_a_loaded_lock_has_an_id_from_its_last_writer_to_the_end_of_the_batch() 
     assert world.estimates_of_writers(6, 2) == [6, 9]
 
 
-def test_a_lock_loaded_from_a_block_with_distances_has_the_id_of_its_writer() -> None:
+def test_distances_in_a_lock_block_determine_which_transaction_wrote_each_lock() -> None:
     world = World()
     world.query_locks()
     packed = struct.pack(">4i", 21, 22, 23, 21)

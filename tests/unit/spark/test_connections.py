@@ -73,7 +73,7 @@ def test_garbage_collection_is_frozen_once_for_each_kind_of_work(
     assert done == ["collect", "freeze"] * 2
 
 
-def test_the_client_of_a_cluster_that_was_replaced_is_replaced() -> None:
+def test_a_client_is_replaced_if_its_cluster_was_replaced() -> None:
     first = client_of("live:2181/x")
 
     def use(client: object) -> object:

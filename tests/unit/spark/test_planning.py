@@ -76,7 +76,7 @@ def test_an_empty_log_gives_no_task() -> None:
     assert split_spans([], task_count_min=4, per_task_max=10) == []
 
 
-def test_a_mark_past_the_end_is_data_loss_unless_allowed() -> None:
+def test_an_ending_mark_past_the_end_of_the_log_is_data_loss_by_default() -> None:
     wanted = '{"0": 10}'
     with pytest.raises(DataLoss, match="10 of partition 0, but its log ends at transaction 9:"):
         resolve_ends(read(endingHighWaterMarks=wanted), {0: 9})

@@ -117,7 +117,7 @@ def test_a_checkpoint_past_the_restored_end_is_data_loss(cluster: Cluster) -> No
         reader_of().partitions(start, end)
 
 
-def test_a_micro_batch_planned_before_a_restart_reads_only_one_log(
+def test_a_planned_micro_batch_reads_nothing_from_another_cluster(
     cluster: Cluster,
 ) -> None:
     start = reader_of().initialOffset()

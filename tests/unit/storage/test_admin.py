@@ -270,7 +270,7 @@ def test_removing_a_replica_of_the_session_requires_force(state, forced, text):
         assert terminal.changes == []
 
 
-def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
+def test_a_log_that_is_needed_is_discarded_only_with_force():
     terminal = Terminal(FindZooKeeperState=ASSIGNED)
     assert terminal.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
     assert terminal.changes == [admin_tasks.ReSeedTask(2)]

@@ -179,7 +179,7 @@ def test_the_owner_receives_an_error_for_an_expired_lineage(archived):
     assert (type(error), error.first_available) == (BeforeLogStart, 6)
 
 
-def test_a_missing_object_is_named(archived):
+def test_the_error_names_a_missing_object(archived):
     (name,) = (each for each in archived.store.list_names("") if each.endswith(".parquet"))
     archived.store.delete(name)
     message = range_of(archived.owner, 0, 9, whole_batches=False, reader=True)

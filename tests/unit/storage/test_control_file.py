@@ -244,7 +244,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
 
 
 @pytest.mark.parametrize("spoiled", ["newest", "older"])
-def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
+def test_a_slot_at_the_position_of_the_other_slot_is_invalid(spoiled):
     """A misdirected write has stored a valid slot at the wrong position."""
     disk = new_disk()
     slots = new_slots(disk)

@@ -145,7 +145,7 @@ def test_advanced_marks_are_committed_even_if_the_log_is_never_idle():
     assert marks_of(table) == [{0: -1}, {0: 1}, {0: 3}, {0: 5}]
 
 
-def test_the_ten_minutes_begin_with_the_last_commit():
+def test_the_interval_between_commits_of_marks_begins_with_the_last_commit():
     log, table = LogInMemory([]), StoredVersions()
     now_s = 0.0
     at: list[tuple[float, int]] = []
@@ -472,7 +472,7 @@ def test_lost_marks_must_be_given_as_the_start():
     assert marks_of(table) == [None, {0: 2}]
 
 
-def test_a_table_with_rows_of_another_program_needs_a_start():
+def test_a_table_with_rows_of_another_program_needs_starting_marks():
     log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
     follower(log, table).run({0: 0})
     other = TableMarks("other", KEY, {})
@@ -484,7 +484,7 @@ def test_a_table_with_rows_of_another_program_needs_a_start():
     assert table[-1].rows == {"a": 1, "b": 2}
 
 
-def test_a_table_with_marks_of_another_follower_needs_a_start_even_without_rows():
+def test_a_table_with_marks_of_another_follower_needs_starting_marks_even_without_rows():
     log, table = LogInMemory([("a", 1), ("a", None)]), StoredVersions()
     follower(log, table).run({0: 1})
     with pytest.raises(BadConfig, match="the table has rows, or marks of another follower"):

@@ -293,7 +293,7 @@ def test_the_rename_of_a_directory_decides_between_two_followers(
     assert decode_marks(first.marks(START).metadata).marks == {0: 3}
 
 
-def test_a_second_follower_needs_a_start_and_is_reported_to_the_first(tmp_path: Path):
+def test_a_second_follower_needs_starting_marks_and_the_first_one_sees_its_commits(tmp_path: Path):
     uri = str(tmp_path)
     follow(uri, LOG[:3])
     other = START._replace(follower="g")

@@ -167,7 +167,7 @@ def test_transactions_that_expired_after_the_table_marks_are_data_loss():
         next_batch_marks({0: 4}, log, 10)
 
 
-def test_a_partition_without_a_mark_begins_before_its_first_transaction():
+def test_a_partition_without_a_mark_is_read_from_its_first_transaction():
     assert next_batch_marks({0: 3}, LogState({0: 3, 1: 7}, {}), 5) == {0: 3, 1: 4}
 
 

@@ -304,7 +304,7 @@ async def test_a_failed_reopening_keeps_the_current_file(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_enforced", [True, False])
 @run_on_loop
-async def test_a_port_writes_denials_revisions_and_rejected_tokens_to_the_audit_log(
+async def test_the_audit_log_of_a_port_has_denials_new_revisions_and_rejected_tokens(
     tmp_path, is_enforced
 ):
     port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=lambda: NOW_MS)

@@ -210,7 +210,7 @@ async def test_an_unanswered_dial_is_unreachable():
 
 
 @run_on_loop
-async def test_a_dial_to_a_silent_peer_is_unreachable():
+async def test_a_dial_to_a_silent_peer_raises_unreachable():
     with socket.create_server((ANY, 0)) as silent:
         address = f"{ANY}:{silent.getsockname()[1]}"
         with pytest.raises(Unreachable, match="or did not send its hello message, within"):
@@ -273,7 +273,7 @@ async def dial_peer_that_sends(data):
 
 
 @run_on_loop
-async def test_a_dial_to_a_process_of_another_protocol_is_a_protocol_error():
+async def test_a_dial_to_a_process_of_another_protocol_raises_a_protocol_error():
     with pytest.raises(RemoteProtocolError, match="expected a frame of protocol 'H'"):
         await dial_peer_that_sends(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(RemoteProtocolError, match="no common version"):
@@ -281,7 +281,7 @@ async def test_a_dial_to_a_process_of_another_protocol_is_a_protocol_error():
 
 
 @run_on_loop
-async def test_a_dial_that_is_closed_before_the_hello_is_unreachable():
+async def test_a_dial_that_is_closed_before_the_hello_raises_unreachable():
     with pytest.raises(Unreachable, match="before it sent its hello"):
         await dial_peer_that_sends(b"")
 

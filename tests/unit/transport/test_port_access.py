@@ -462,7 +462,7 @@ def test_a_token_without_tls_or_with_an_unverified_peer_is_an_error(files, token
 
 
 @pytest.mark.parametrize("text", ["", SECRET.hex()[:-1], "\xff"])
-def test_a_token_file_that_is_not_valid_is_an_error_with_its_name(files, token_file, text):
+def test_the_error_names_a_token_file_that_is_not_valid(files, token_file, text):
     token_file.write_text(text, encoding="latin-1")
     with pytest.raises(BadConfig, match=r"token_file .*: expected a token") as caught:
         tls.dial_context(
@@ -471,7 +471,7 @@ def test_a_token_file_that_is_not_valid_is_an_error_with_its_name(files, token_f
     assert not text or text not in str(caught.value)
 
 
-def test_a_missing_file_or_variable_is_an_error_with_its_name(files, tmp_path, monkeypatch):
+def test_the_error_names_a_missing_token_file_or_variable(files, tmp_path, monkeypatch):
     with pytest.raises(BadConfig, match="absent' cannot be read: No such file"):
         tls.dial_context(
             ClientConfig(), trusting_connect_string(files, f"&token_file={tmp_path}/absent")
@@ -667,7 +667,7 @@ async def test_client_ids_issued_by_zookeeper_need_no_proof_while_0_13_is_accept
 
 
 @run_on_loop
-async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accepted_any_more():
+async def test_disallowing_0_13_ends_connections_whose_client_id_has_no_proof():
     accepting = dataclasses.replace(MOUNT_PERMISSIONS, accepts_0_13=True)
     for mount, reason in (
         (mount_of(5), ["client IDs without a proof of their principal are no longer accepted"]),

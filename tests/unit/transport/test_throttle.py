@@ -218,7 +218,7 @@ async def test_a_feed_is_charged_for_filtered_headers_too():
 
 
 @run_on_virtual_loop
-async def test_a_feed_delays_a_request_by_a_part_of_a_second_only():
+async def test_a_feed_delays_a_request_by_less_than_a_second():
     connection = Connection(bytes_per_s=100_000)
     reading = [connection, Connection(connection.quota), Connection(connection.quota)]
     for each in reading:

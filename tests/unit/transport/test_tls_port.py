@@ -677,7 +677,9 @@ class LaterLoop:
 
 
 @run_on_loop
-async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(files, monkeypatch):
+async def test_the_time_limit_of_a_client_hello_does_not_include_the_wait_for_a_turn(
+    files, monkeypatch
+):
     timeouts, timeout_at, hello = [], asyncio.timeout_at, hello_of_client(files)
     async with open_port(listen_context(files)) as (_, listener, _):
         port, loop = listener._tls_port, asyncio.get_running_loop()

@@ -81,7 +81,7 @@ async def export(*, file: Path, connect: str, as_json: bool) -> int:
 
 export.help_details = (
     "The file contains the key that signs client IDs, and the hashes of all tokens. Its mode "
-    "is 600; protect it as well as ZooKeeper's data."
+    "is 600; protect it like ZooKeeper's data."
 )
 
 

@@ -127,7 +127,7 @@ verify.help_details = (
     "The command reads every object completely. It verifies the checksums of records and "
     "Parquet pages, and the chain hash through all objects up to the hash that ZooKeeper "
     "records. With --repair, a storage that still has all transactions of a missing or "
-    "corrupt object writes the object again; without it, nothing is changed. The exit code "
+    "corrupt object writes the object again; without --repair, nothing is changed. The exit code "
     "is 0 if all files are correct or were replaced. It is 1 if a file is missing or "
     "corrupt, if the given range is not in the archive any more, or if the archive cannot be "
     "read."

@@ -173,7 +173,7 @@ async def _append_transactions(
         partition = (first + number_in_run) % options.partitions
         context = NumberedContext(partition, options.timeout_s)
         result = await (await client.submit(context))
-        assert result is not None, "it never aborts"
+        assert result is not None, "the context never aborts"
         written.add(partition, result, context.attempts)
         line.show(written.written_count, written.wanted_count, "written")
         if options.interval_ms:

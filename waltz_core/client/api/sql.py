@@ -515,9 +515,9 @@ def _check_engine(engine: sa.Engine) -> None:
     if isinstance(engine.pool, sa.pool.SingletonThreadPool | sa.pool.StaticPool):
         raise errors.BadConfig(
             f"{engine.url!r}: expected a database that several connections share, found a "
-            f"connection pool of class {type(engine.pool).__name__}. With it, each thread has "
-            "its own database, or all threads share one transaction. Hint: with SQLite, use "
-            "a database file."
+            f"connection pool of class {type(engine.pool).__name__}. With this pool, each "
+            "thread has its own database, or all threads share one transaction. Hint: with "
+            "SQLite, use a database file."
         )
     with engine.connect() as connection:
         driver = connection.connection.dbapi_connection

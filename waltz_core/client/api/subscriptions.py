@@ -202,7 +202,7 @@ class Subscriptions:
 
 
 def reentrant_set_partitions_error(partition_id: int) -> errors.UsageError:
-    """Return the error for a callback that would wait for itself."""
+    """Return the error of `set_partitions` in a callback, which would wait for itself."""
     return errors.UsageError(
         f"cannot set partitions in a callback of partition {partition_id}: set_partitions "
         "waits until callbacks have ended. Hint: call it outside of callbacks."

@@ -54,7 +54,7 @@ class WriteTasks(NamedTuple):
 
 
 class RegistryClient(Protocol):
-    """The client whose connections and timeouts are used."""
+    """The client whose connections and timeouts `WriteRequests` uses."""
 
     config: ClientConfig
     directory: Directory

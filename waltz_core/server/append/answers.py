@@ -67,7 +67,7 @@ def append_error_answer(pending: PendingAppend, error: errors.WaltzError) -> Sen
 
 def superseded_answer(request: RequestReceived) -> SendToClient:
     """Build the answer to a request that a later mount of the same client has replaced."""
-    error = errors.ConnectionSuperseded("a later mount of the same client has replaced this one")
+    error = errors.ConnectionSuperseded("a later mount of the same client has replaced this mount")
     return request_error_answer(request, error)
 
 

@@ -123,7 +123,7 @@ class InFlightBatches:
         return self.submitted_bytes + (draft.size_bytes if draft is not None else 0)
 
     @property
-    def gathered_count(self) -> int:
+    def unsubmitted_count(self) -> int:
         """The number of IDs of rows that are not submitted yet."""
         return self.next_id - 1 - self._submitted_last if self.draft is not None else 0
 

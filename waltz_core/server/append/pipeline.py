@@ -127,9 +127,9 @@ class AppendPipeline:
         return self._in_flight.size_bytes
 
     @property
-    def gathered_count(self) -> int:
+    def unsubmitted_count(self) -> int:
         """The number of IDs of rows that are not submitted yet (rule 10)."""
-        return self._in_flight.gathered_count
+        return self._in_flight.unsubmitted_count
 
     def due_ms(self, now_ms: int) -> int | None:
         """When `process_slice` has work next; None if only a commit or a request brings work."""

@@ -418,7 +418,7 @@ class StorageService:
         if requested_promise == promise:  # rule 10
             error = ConnectionSuperseded(
                 f"a later connection of the same server, for store session {session}, has "
-                "replaced this one"
+                "replaced this connection"
             )
             if lane.owner is not None and request.connection < lane.owner:
                 raise error

@@ -126,7 +126,7 @@ def test_a_page_has_the_fields_of_the_console():
     run(scenario)
 
 
-def test_forward_pages_have_each_transaction_once():
+def test_paging_forward_shows_each_transaction_once():
     async def scenario(client):
         await write(client, [(0, b"%d" % number) for number in range(130)])
         first, found = 0, []
@@ -243,7 +243,7 @@ def test_the_newest_page_ends_at_the_high_water_mark(monkeypatch):
     run(scenario)
 
 
-def test_a_page_until_an_id_ends_with_this_id():
+def test_a_page_that_is_requested_up_to_an_id_ends_with_this_id():
     async def scenario(client):
         await write(client, [(0, b"a")] * 10)
         for last, expected in ((9, 9), (10, 9), (2**62, 9), (4, 4), (0, 0)):
@@ -309,7 +309,7 @@ def test_a_rare_header_is_found_forwards_in_several_requests(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_forward_and_backward_pages_have_each_match_once(monkeypatch, seed):
+def test_paging_forward_or_backward_shows_each_match_once(monkeypatch, seed):
     random = Random(seed)
     monkeypatch.setattr(transaction_pages, "PAGE_BYTES_MAX", random.choice([1, 500, 5000, 50_000]))
 
