@@ -263,6 +263,6 @@ def _intact_entry(
 
 
 def _existing_names(store: ArchiveStore, entries: Iterable[ObjectEntry], *others: str) -> set[str]:
-    """Return the names of all files in the folders of these objects, and in other folders."""
+    """Return the names of all files in the folders of these objects and in folders `others`."""
     folders = {entry.name.rpartition("/")[0] for entry in entries} | {*others}
     return {name for folder in sorted(folders) for name in store.list_names(folder)}

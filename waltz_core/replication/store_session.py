@@ -505,7 +505,7 @@ class StoreSession:
         """Whether a replica may take any time to answer.
 
         Until the session is settled, every replica has a timeout. Later, a replica that has
-        answered PREPARE has no timeout: each return of a dropped replica would end the session.
+        answered PREPARE has no timeout, because each return of a dropped replica ends the session.
         """
         return self.is_settled and peer.stage in _PREPARED_STAGES
 

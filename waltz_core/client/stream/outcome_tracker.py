@@ -269,7 +269,7 @@ class OutcomeTracker:
         return pending, outcome
 
     def match_feed(self, first: TransactionId, headers: Buffer) -> None:
-        """Find own rows in a range of the feed (20 bytes for each header: request ID, header)."""
+        """Find the client's rows in a range of the feed (20 bytes per header: request ID, header)."""
         if not self._pending:
             return
         if (
@@ -282,7 +282,7 @@ class OutcomeTracker:
             self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
 
     def match_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
-        """Find own rows in record headers (28 bytes for each: ID, request ID, header).
+        """Find the client's rows in record headers (28 bytes for each: ID, request ID, header).
 
         If `headers` are not the headers of `count` transactions from `first` on, match no row and
         return False.

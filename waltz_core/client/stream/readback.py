@@ -112,7 +112,7 @@ class ReadBack:
 
 
 def _match_own_rows(message: RangeData, request: RangeRequest, tracker: OutcomeTracker) -> bool:
-    """Find own rows in an answer; return whether it has the headers that were requested."""
+    """Find the client's rows in an answer; return whether it has the requested headers."""
     first, count = TransactionId(message.first), message.count
     if request.form == OWN_HEADERS:
         is_within = first < message.next <= request.last + 1

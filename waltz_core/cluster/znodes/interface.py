@@ -153,7 +153,7 @@ class Znodes(Protocol):
         """Wait until reads return the results of all writes that completed before this call."""
 
     def new_signal(self) -> Signal:
-        """Return a signal that is also set at each change of state, until `drop_signal`."""
+        """Return a signal. Until `drop_signal`, each change of state also sets the signal."""
 
     def drop_signal(self, signal: Signal) -> None:
         """Release a signal."""

@@ -96,8 +96,8 @@ class Validation(NamedTuple):
     """The result of the validation, for each row.
 
     `ids` are consecutive over the accepted rows, and REJECTED for the others. `ahead` is true for
-    the rows of rule 2. `conflicts` contains the estimate because of which a row was rejected,
-    otherwise NO_CONFLICT. `pending` is true for the rows of rule 4; they wait until the ID in
+    the rows of rule 2. `conflicts` contains the estimate that has caused the rejection of a
+    row, otherwise NO_CONFLICT. `pending` is true for the rows of rule 4; they wait until the ID in
     `conflicts` is final.
     """
 
@@ -220,7 +220,7 @@ class LockTable:
         """Validate one row like `validate`; for a few rows, this is faster than arrays.
 
         `locks` are the write, read and append locks. Returns PASSED (the row has ID `next_id`, and
-        its locks are entered), AHEAD, or the estimate because of which the row is rejected.
+        its locks are entered), AHEAD, or the estimate that causes the rejection of the row.
         """
         if mark > high_water_mark:
             return AHEAD

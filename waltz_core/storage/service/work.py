@@ -334,7 +334,7 @@ def _append_group(
 
 
 def _append_answer(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
-    """Count the records of an append, which are durable now; return the answer."""
+    """Count the records of a durable append; return the answer."""
     assert append.lineage[-1].last <= synced_max, "rule 2"
     result.appended_count += len(append.lengths) // 4
     result.appended_bytes += len(append.records)
