@@ -269,7 +269,7 @@ class OutcomeTracker:
         return pending, outcome
 
     def match_feed(self, first: TransactionId, headers: Buffer) -> None:
-        """Find the client's rows in a range of the feed (20 bytes per header: request ID, header)."""
+        """Find the client's rows in a range of the feed (20 bytes each: request ID, header)."""
         if not self._pending:
             return
         if (

@@ -48,8 +48,8 @@ READ_BYTES: Final = 8 * 1024 * 1024
 # headers in many bytes, and the partition does nothing else during the read.
 HEADERS_READ_BYTES_MAX: Final = 4 * READ_BYTES
 LINEAGE_ENTRIES_MAX: Final = 1 << 16
-# The maximum number of records in one unreadable range. The end of the range is found by reading its
-# records one by one.
+# The maximum number of records in one unreadable range. To find the end of the range, its records
+# are read one by one.
 _UNREADABLE_RUN_MAX: Final = 128
 _ERRORS_KEPT_MAX: Final = 16
 _REPAIRABLE_ERRORS: Final = (BadFormat, ChecksumMismatch, ReadFailed)
