@@ -234,7 +234,7 @@ def test_a_view_rejects_transactions_of_another_log(
         fill(client, [1] * 5)
         client.subscribe(view)
         view.wait_for_mark(4)
-    monkeypatch.setattr(memory_waltz, "KEY", b"another cluster.")
+    monkeypatch.setattr(memory_waltz, "CLUSTER_KEY", b"another cluster.")
     reopened_view = View(engine)
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         fill(client, [2] * 20)
