@@ -110,7 +110,7 @@ def collect_garbage(
     now_ms: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> CollectedGarbage:
-    """Delete at most `DELETIONS_MAX` files of garbage; blocks.
+    """Delete at most `DELETIONS_MAX` files of garbage (blocking).
 
     `on_progress` is called after each call of the store.
 

@@ -297,7 +297,7 @@ class RecordedManifest(NamedTuple):
     file_crc: int
 
     def read(self, store: "ArchiveStore", cluster_key: bytes) -> Manifest:
-        """Read the head of this manifest; blocks.
+        """Read the head of this manifest (blocking).
 
         Raises:
             ObjectMissing, ArchiveUnavailable: the head cannot be read.

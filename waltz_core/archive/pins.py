@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def pin_objects(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> str | None:
-    """Pin the objects of a cluster for a restored cluster; blocks.
+    """Pin the objects of a cluster for a restored cluster (blocking).
 
     Return the name of the pin, or None if it existed already.
 
@@ -41,7 +41,7 @@ def pin_objects(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) ->
 
 
 def is_pinned(store: "ArchiveStore", cluster_key: bytes) -> bool:
-    """Whether the objects of this cluster are pinned for a restored cluster; blocks.
+    """Whether the objects of this cluster are pinned for a restored cluster (blocking).
 
     Raises:
         ArchiveUnavailable: the store did not execute the request.
@@ -50,7 +50,7 @@ def is_pinned(store: "ArchiveStore", cluster_key: bytes) -> bool:
 
 
 def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
-    """Return the keys of the clusters that pin objects of this cluster; blocks.
+    """Return the keys of the clusters that pin objects of this cluster (blocking).
 
     Raises:
         ArchiveUnavailable: the store did not execute the request.
@@ -60,7 +60,7 @@ def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
 
 
 def unpin_objects(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
-    """Delete a pin; blocks.
+    """Delete a pin (blocking).
 
     Raises:
         BadRequest: the pin does not exist.

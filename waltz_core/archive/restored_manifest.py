@@ -1,4 +1,4 @@
-"""Creates the manifest of a restored partition from the manifest in a backup; blocks.
+"""Creates the manifest of a restored partition from the manifest in a backup (blocking).
 
 The objects stay where they are, below the key of the cluster that wrote them. The restored cluster
 lists them in a new manifest.
@@ -201,7 +201,7 @@ class RestoredRange:
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
 
     def check_objects_exist(self) -> None:
-        """Check that the objects still exist (rule 5); blocks.
+        """Check that the objects still exist (rule 5; blocking).
 
         Raises:
             ObjectMissing: an object does not exist any more.

@@ -94,7 +94,7 @@ def is_offered(name: str) -> bool:
 
 
 def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
-    """Request a file from a process on this machine, and return its descriptor; blocks.
+    """Request a file from a process on this machine, and return its descriptor (blocking).
 
     The caller closes the descriptor.
 

@@ -33,7 +33,7 @@ NONCE_BYTES = 16
 
 
 class RequestedEnds(NamedTuple):
-    """The requested ends of the restored logs: IDs by partition, and a commit time in ms."""
+    """The requested ends of the restored logs: `marks` are last IDs, `until_ms` a commit time."""
 
     marks: Mapping[PartitionId, TransactionId]
     until_ms: int | None

@@ -31,7 +31,7 @@ def partition_of(change: ReplicaChange) -> PartitionId:
 
 
 def execute_change(engine: StorageEngine, change: ReplicaChange) -> object:
-    """Execute a change of a partition that is not in use, durably, and open its log again; blocks.
+    """Execute a change of a partition that is not in use, durably; open its log again (blocking).
 
     On a full disk, the reserve has enough space for any change except a copy. Raises the errors of
     the engine. After an error, the change may have begun.

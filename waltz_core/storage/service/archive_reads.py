@@ -197,7 +197,7 @@ def _needed_id(message: RangeRaw | LineageRequest) -> int:
 
 
 def answer_from_archive(reader: RangeReader, read: ArchiveQuery) -> WorkOutcome:
-    """Return the answer from the archive, or the error (rule 5); blocks."""
+    """Return the answer from the archive, or the error (rule 5; blocking)."""
     try:
         return _answer(reader, read.request.message, TransactionId(read.mark.last))
     except WaltzError as error:

@@ -79,14 +79,14 @@ class CheckSpace:
 
 @value(frozen=True, slots=True)
 class UploadRange:
-    """Call `archive.upload` with the job, which blocks for long; send `UploadDone` afterwards."""
+    """Call `archive.upload` with the job, a long blocking call; send `UploadDone` afterwards."""
 
     job: UploadJob
 
 
 @value(frozen=True, slots=True)
 class CollectFiles:
-    """Call `archive.collect_garbage`, which blocks for long; send `FilesCollected` afterwards.
+    """Call `archive.collect_garbage`, a long blocking call; send `FilesCollected` afterwards.
 
     It runs on the thread of `UploadRange`. While either makes progress, send `ArchiveProgressed`.
     """

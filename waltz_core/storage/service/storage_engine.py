@@ -460,7 +460,7 @@ class StorageEngine:
             self._open_log(partition_id)  # It may open now; otherwise this raises.
         self._close_log(partition_id)
         if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
-            return  # It was never held; its slot will be created with the current sequence.
+            return  # never held: the slot will be created with the current sequence
         slots = self._open_slots(partition_id)
         try:
             if slots.has_lost_newer_slot:

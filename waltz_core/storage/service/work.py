@@ -173,7 +173,7 @@ class Work:
         return bool(self.requests) and isinstance(self.requests[0].message, AppendRaw)
 
     def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
-        """Execute the work and return its result; blocks.
+        """Execute the work and return its result (blocking).
 
         Errors of the log are in the result. Any other exception is a bug, and is raised.
         """
