@@ -30,7 +30,7 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     assert len(KINDS) == 10
 
 
-def test_every_second_seed_has_an_archive_and_kills_hit_storages_servers_and_the_store():
+def test_every_second_seed_has_an_archive_and_storages_servers_and_the_store_are_killed():
     for seed in range(20):
         assert draw_schedule(seed, 60.0).cluster_size.stores == seed % 2
         killed = Counter(

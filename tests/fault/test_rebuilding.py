@@ -169,7 +169,9 @@ def partitions_in(lines: set[str]) -> set[str]:
     return {found[0] for line in lines if (found := re.search(r" partition=\d+", line))}
 
 
-def test_accept_replicas_opens_partitions_whose_replicas_are_all_suspect(scenario: Scenario):
+def test_command_accept_replicas_opens_partitions_whose_replicas_are_all_suspect(
+    scenario: Scenario,
+):
     cluster = scenario.cluster
     with scenario.load() as load:
         load.await_commits()

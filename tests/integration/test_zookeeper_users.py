@@ -235,7 +235,7 @@ def access_lists(users: ZooKeeperUsers, root: str) -> dict[str, set[ACL]]:
 
 
 @pytest.mark.parametrize("before", ["old", "public"])
-def test_protect_gives_all_znodes_the_access_lists_of_a_new_cluster(
+def test_command_protect_gives_all_znodes_the_access_lists_of_a_new_cluster(
     users: ZooKeeperUsers, before: str
 ):
     """At first, nodes are open, or belong to the old user, which becomes the members' user."""

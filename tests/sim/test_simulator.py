@@ -170,7 +170,7 @@ def test_both_ends_are_notified_once_of_a_broken_link(linked):
     assert linked.outcome("far") == ["cut"]
 
 
-def test_a_blocked_direction_is_detected_late(linked):
+def test_a_link_that_is_blocked_in_one_direction_is_detected_late(linked):
     linked.network.block("near", "far")
     began_us = linked.world.now_us
     linked.send(NEAR, 1)

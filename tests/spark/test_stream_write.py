@@ -160,7 +160,7 @@ def test_each_micro_batch_has_its_own_results(target: StreamedTable, tmp_path: P
         )
 
 
-def test_foreach_batch_with_a_name_and_a_number_is_written_once(target: StreamedTable) -> None:
+def test_a_foreach_batch_with_a_name_and_a_number_is_written_once(target: StreamedTable) -> None:
     def write(table: DataFrame, number: int) -> None:
         options = {"writeId": "foreach-test", "batchId": str(number)}
         table.write.format("waltz").mode("append").options(**options).save(target.connect)

@@ -503,7 +503,7 @@ def test_nothing_is_pickled_or_evaluated():
     fail_if_any(wrong, "pickle, eval and their like")
 
 
-def test_assertions_have_no_effect():
+def test_assertions_have_no_side_effects():
     """Python can be configured to skip assertions, and with them their effects."""
     wrong = [
         f"{s.path}:{child_node.lineno} does something: {ast.unparse(child_node)}"

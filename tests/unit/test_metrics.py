@@ -76,7 +76,7 @@ def test_a_returning_partition_counts_from_zero():
     assert metrics.value(name, partition=2) == 7
 
 
-def test_counting_down_or_under_a_wrong_name_raises_an_assertion_error():
+def test_a_wrong_name_label_or_kind_of_metric_and_a_negative_count_raise_an_error():
     metrics = Metrics("server")
     with pytest.raises(KeyError):
         metrics.add("waltz_server_apended_transactions_total", partition=0)

@@ -130,7 +130,7 @@ def test_connections_and_feeds_over_the_limit_are_rejected():
     assert quota.begin_feed((3, 7), "a") is None
 
 
-def test_a_lower_limit_selects_the_newest_connections_and_feeds_to_close():
+def test_after_a_limit_is_lowered_the_newest_connections_are_over_the_limit():
     quota = quota_of(connections=3, feeds=3)
     for number, each in enumerate(("a", "b", "c")):
         quota.add_connection(each)

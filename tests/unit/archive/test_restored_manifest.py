@@ -212,7 +212,7 @@ def test_a_range_until_a_time_ends_with_the_last_batch_committed_at_or_before_th
         assert restored.last_committed_until(stamp - 1) == reach - ROWS_PER_OBJECT - 1
 
 
-def test_another_archive_is_an_error_and_does_not_count_as_expired(store, log, tmp_path):
+def test_a_wrong_archive_is_an_error_even_if_objects_may_have_expired(store, log, tmp_path):
     saved, other = read_saved_manifest(store, log), ArchiveStore(f"file://{tmp_path}/other")
     for may_have_expired in (False, True):
         with pytest.raises(ObjectMissing, match="Hint: check that this is the URL of the archive"):

@@ -73,7 +73,7 @@ def test_a_named_replica_is_chosen_if_it_answered():
         ({A: log()}, False, False, False),
     ],
 )
-def test_accept_replicas_is_rejected_if_a_quorum_is_trusted(
+def test_command_accept_replicas_is_rejected_if_a_quorum_is_trusted(
     logs, is_rolled_back, is_waiting, is_refused
 ):
     state = ReplicaState(NO_SESSION, BEFORE_FIRST) if is_waiting else ReplicaState(7, UNRESOLVED)

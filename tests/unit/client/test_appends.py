@@ -201,7 +201,7 @@ async def test_a_batch_waits_for_delayed_appends(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_a_waiting_batch_fails_if_its_partition_is_abandoned_or_its_order_has_lost_rows(
+async def test_a_waiting_batch_fails_if_its_partition_is_abandoned_or_earlier_rows_are_lost(
     monkeypatch,
 ):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)

@@ -51,7 +51,7 @@ def test_the_decorator_sets_the_partition_of_all_calls(decorate):
         decorate()
 
 
-def test_partition_by_must_return_a_lock():
+def test_function_partition_by_must_return_a_lock():
     @transactional(partition_by=lambda: None)
     def without_partition(builder: TransactionBuilder) -> bool:
         return True

@@ -149,7 +149,7 @@ def test_an_owner_in_an_unsettled_view_is_ignored():
     assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
-def test_owner_now_reads_the_latest_view_and_rejects_an_unsettled_view():
+def test_function_owner_now_reads_the_latest_view_and_rejects_an_unsettled_view():
     requests = []
 
     class ZooKeeper:

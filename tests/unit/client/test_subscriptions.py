@@ -261,7 +261,7 @@ async def test_invalid_partitions_and_filters_are_reported():
 
 
 @run_on_virtual_loop
-async def test_set_partitions_in_a_callback_is_a_usage_error():
+async def test_calling_set_partitions_in_a_callback_is_a_usage_error():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
         class ImpatientCallbacks(ResumingCallbacks):

@@ -73,7 +73,7 @@ def test_servers_without_a_load_report_keep_their_partitions_and_get_no_others()
     assert plan(owners, {0: 500, 1: 500}, servers=[1]) == {}
 
 
-def test_a_plan_moves_a_limited_number_of_partitions_that_then_stay_for_a_pause():
+def test_a_plan_moves_a_limited_number_of_partitions_and_moves_them_again_only_after_a_pause():
     owners = dict.fromkeys(range(100), 1)
     loads = dict.fromkeys(owners, 100.0)
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS, moves_max=5))

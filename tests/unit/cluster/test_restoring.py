@@ -44,7 +44,7 @@ async def restore_cluster(backup=BACKUP, ends=None, ids=CLOCK_ID, zookeeper=None
 
 
 @run_on_virtual_loop
-async def test_partitions_begin_after_their_ends_with_later_sessions_and_generations():
+async def test_restored_partitions_begin_after_their_ends_in_later_sessions_and_generations():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = await restore_cluster(zookeeper=zookeeper)
     cluster = await coordinator.read_cluster()
@@ -66,7 +66,7 @@ async def test_partitions_begin_after_their_ends_with_later_sessions_and_generat
 
 
 @run_on_virtual_loop
-async def test_counters_of_the_backup_that_are_above_the_clock_continue():
+async def test_counters_continue_from_the_backup_if_they_are_above_the_clock():
     coordinator = await restore_cluster(ids=1)
     view = await coordinator.read_partition(0)
     assert (view.metadata.session_id, view.metadata.generation) == (61, 4)

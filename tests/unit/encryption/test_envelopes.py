@@ -135,7 +135,7 @@ def test_the_payload_limit_includes_the_envelope() -> None:
         encryption().encrypt(largest + b"x", **FIELDS)
 
 
-def test_has_cached_key_is_true_if_no_provider_call_is_needed() -> None:
+def test_function_has_cached_key_is_true_if_no_provider_call_is_needed() -> None:
     both = encryption()
     envelope = both.encrypt(b"x", **FIELDS)
     assert both.has_cached_key(envelope)

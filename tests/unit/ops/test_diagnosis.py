@@ -513,7 +513,7 @@ def test_a_suspect_quorum_requires_a_decision_of_the_operator(case):
     assert finding.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_accept_replicas_is_not_suggested_while_a_voter_may_return(case):
+def test_command_accept_replicas_is_not_suggested_while_a_voter_may_return(case):
     case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})

@@ -45,14 +45,16 @@ def test_combine_is_correct_for_lengths_around_powers_of_its_base(length: int) -
 
 
 @given(runs, st.binary(min_size=1, max_size=40))
-def test_combine_many_equals_combine_for_each_pair(rows: list[bytes], head: bytes) -> None:
+def test_functions_combine_many_and_combine_agree_for_each_pair(
+    rows: list[bytes], head: bytes
+) -> None:
     heads = np.full(len(rows), oracle(head), dtype=np.uint32)
     joined = checksum.combine_many(heads, crcs_of(rows), lengths_of(rows))
     assert joined.tolist() == [oracle(head + row) for row in rows]
 
 
 @given(st.lists(st.binary(min_size=7, max_size=7), max_size=20))
-def test_combine_many_accepts_one_length_for_all_pairs(rows: list[bytes]) -> None:
+def test_function_combine_many_accepts_one_length_for_all_pairs(rows: list[bytes]) -> None:
     heads = np.full(len(rows), oracle(b"head"), dtype=np.uint32)
     expected = [oracle(b"head" + row) for row in rows]
     assert checksum.combine_many(heads, crcs_of(rows), 7).tolist() == expected

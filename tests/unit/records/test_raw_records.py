@@ -140,7 +140,7 @@ def test_a_wrong_stated_length_is_detected_despite_a_valid_crc() -> None:
             assert raw_records.verified_crcs(forged, lengths, TransactionId(0)) is None
 
 
-def test_verified_crcs_returns_none_for_the_crc_of_another_run() -> None:
+def test_function_verified_crcs_returns_none_for_the_crc_of_another_run() -> None:
     records, lengths = run_of([b"aa", b"bb"] * raw_records.ONE_BY_ONE_MAX)
     none = raw_records.verified_crcs(
         records, lengths, TransactionId(0), records_crc=crc32(b"other")
@@ -175,7 +175,7 @@ def test_an_empty_run_has_no_records_and_no_faults() -> None:
     assert raw_records.lengths_from_wire(b"", 0).tolist() == []
 
 
-def test_first_gap_returns_the_first_record_with_an_unexpected_id() -> None:
+def test_function_first_gap_returns_the_first_record_with_an_unexpected_id() -> None:
     records = record(4, b"a") + record(5, b"b") + record(7, b"c")
     lengths = np.array([41, 41, 41])
     assert raw_records.first_gap(records, lengths, TransactionId(4)) == 2
@@ -235,7 +235,7 @@ def test_cut_returns_a_slice_of_a_run(rows: list[bytes], data: st.DataObject) ->
 @pytest.mark.parametrize(
     ("bytes_max", "count"), [(0, 1), (49, 1), (50, 1), (109, 1), (110, 2), (169, 2), (999, 3)]
 )
-def test_count_within_is_at_least_one_record(bytes_max: int, count: int) -> None:
+def test_function_count_within_counts_at_least_one_record(bytes_max: int, count: int) -> None:
     assert raw_records.count_within(np.array([50, 60, 70]), bytes_max) == count
 
 

@@ -859,7 +859,7 @@ def test_the_backlog_is_the_reported_backlog_plus_later_appends(world):
     assert lag(world) == (0, 0, None)
 
 
-def test_is_archiving_is_true_during_an_attempt():
+def test_flag_is_archiving_is_true_during_an_attempt():
     world = ArchivingWorld(limits=replace(ARCHIVING, archive_interval_ms=60_000))
     world.open()
     world.append(2, batches=3)

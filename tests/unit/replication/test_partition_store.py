@@ -34,7 +34,7 @@ def test_the_first_session_of_a_new_partition_opens_with_an_empty_log(world):
     assert world.store.next_transaction_id == 0
 
 
-def test_session_opened_is_reported_after_the_second_compare_and_set():
+def test_event_session_opened_is_reported_after_the_second_compare_and_set():
     world = ReplicationWorld()
     world.decide()
     assert not world.all_reported(SessionOpened)

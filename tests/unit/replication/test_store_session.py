@@ -34,7 +34,7 @@ def stage(world, replica):
 # C to F: fence, decide, repair
 
 
-def test_prepare_is_sent_first_with_session_nonce_and_storage_id():
+def test_the_first_message_is_prepare_with_session_nonce_and_storage_id():
     world = ReplicationWorld()
     del world.storage_ids[C]
     world.take_ownership()

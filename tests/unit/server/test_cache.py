@@ -145,7 +145,7 @@ def test_a_batch_over_the_limit_is_not_cached_and_leaves_no_gap() -> None:
     assert numbers(read(cache, 10, 11)) == [10, 11]
 
 
-def test_clear_releases_all_cached_bytes() -> None:
+def test_clearing_the_caches_releases_all_bytes() -> None:
     budget = CacheBudget(1 << 20)
     one, two = TransactionCache(budget), TransactionCache(budget)
     put(one, 0, 1)

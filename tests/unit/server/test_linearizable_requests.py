@@ -61,7 +61,7 @@ def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness(
     assert proofs.on_proof_succeeded(2, 30) == (["c"], [])
 
 
-def test_assumed_id_of_returns_the_mark_that_a_request_assumes() -> None:
+def test_function_assumed_id_of_returns_the_mark_that_a_request_assumes() -> None:
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
     requests = [
         messages.MountRequest(req_id, 5, 1),

@@ -215,7 +215,7 @@ def test_a_table_needs_8_bytes_for_each_slot() -> None:
     ("budget_bytes", "table_count", "expected"),
     [(1 << 40, 4, SLOT_COUNT), (8 * 100, 1, 97), (8 * 100, 10, 7), (0, 1, 2)],
 )
-def test_slot_count_within_is_a_prime_that_fits_the_budget(
+def test_the_slot_count_is_a_prime_that_fits_the_budget(
     budget_bytes: int, table_count: int, expected: int
 ) -> None:
     assert slot_count_within(budget_bytes, table_count) == expected

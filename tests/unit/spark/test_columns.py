@@ -156,7 +156,7 @@ def test_the_first_lock_chooses_the_partition() -> None:
     ]
 
 
-def test_partition_by_hashes_like_the_client() -> None:
+def test_option_partition_by_hashes_like_the_client() -> None:
     options = WriteOptions(connect="zk:2181/waltz/x", partition_by="key")
     keys = [0, 1, -5, 1 << 40, None]
     batch = pa.record_batch({"data": pa.array([b"x"] * 5), "key": pa.array(keys, pa.int64())})
@@ -329,7 +329,7 @@ def test_a_row_outside_the_chosen_partitions_is_rejected_unless_it_names_a_parti
         row_converter(CHOSEN_PARTITIONS).convert(outside)
 
 
-def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
+def test_option_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
     """Without this rule, two writers could append a key to two partitions without a conflict."""
     (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})

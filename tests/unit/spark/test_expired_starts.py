@@ -196,7 +196,7 @@ def test_a_batch_that_ends_before_the_first_available_id_fails(
 
 
 @pytest.mark.usefixtures("batch")
-def test_a_batch_of_expired_ids_fails_or_reads_what_is_available() -> None:
+def test_a_batch_read_of_expired_ids_fails_or_returns_the_available_transactions() -> None:
     for ids in ("0-3", "3-6"):
         with pytest.raises(DataLoss, match=rf"\({ids}\) {HINT}"):
             scan_ranges_of(transactionIds=ids)

@@ -120,7 +120,7 @@ def test_the_hash_includes_the_partition_but_not_locks_and_marks() -> None:
     )
 
 
-def test_identity_columns_replace_the_row_in_the_sum() -> None:
+def test_rows_are_hashed_by_their_identity_columns_if_there_are_any() -> None:
     def hash_of_row(number: int, day: str, amount: float) -> RowsHash:
         columns = {
             "id": [number],

@@ -131,7 +131,7 @@ def test_one_sync_covers_all_earlier_writes(tmp_path):
     control.close()
 
 
-def test_a_damaged_copy_falls_back_to_the_other_copy():
+def test_if_one_copy_is_damaged_the_other_copy_is_used():
     disk = new_disk()
     control = open_control(disk)
     older = control.set_flags(1, 1)

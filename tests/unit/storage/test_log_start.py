@@ -201,7 +201,7 @@ def test_opening_a_log_completes_an_interrupted_removal(world):
     assert 0 in starts
 
 
-def test_a_reset_drops_all_records_and_is_suspect_until_a_mark_is_set(world):
+def test_a_reset_replica_has_no_records_and_is_suspect_until_a_mark_is_set(world):
     log = world.log
     log.reset(1, NO_LOG)
     for _ in range(2):

@@ -222,7 +222,7 @@ def test_a_name_in_use_is_not_taken_over(tmp_path, path, name):
     assert net.run(main()) == b"here"
 
 
-def test_without_abstract_socket_names_no_file_is_served(name, monkeypatch):
+def test_no_file_is_served_on_systems_without_abstract_sockets(name, monkeypatch):
     monkeypatch.setattr(descriptor_passing, "IS_SUPPORTED", False)
     net.run(descriptor_passing.serve_descriptors(name, 4, None))
     assert not descriptor_passing.is_offered(name)

@@ -99,7 +99,7 @@ def test_a_negative_count_is_null_only_where_null_is_allowed(number):
             VARIABLE[kind][1](memoryview(count(number)), 0, [])
 
 
-def test_more_entries_than_allowed_are_rejected_both_ways():
+def test_too_many_entries_are_rejected_by_the_encoder_and_the_decoder():
     with pytest.raises(LocalProtocolError, match="at most 65536 entries"):
         put(FieldKind.TEXTS, ("",) * (ENTRIES_MAX + 1))
     data = count(ENTRIES_MAX + 1) + bytes(4 * (ENTRIES_MAX + 1))
