@@ -240,7 +240,7 @@ def test_the_last_disk_is_accepted_and_an_empty_storage_replaces_a_lost_storage(
         load.await_commits()
         replace = ("replace-storage", lost, lost)
         waited = run_failing(cluster, *replace, "--timeout-s", "2")
-        assert f"an empty storage at {lost} to start; it then gets" in waited
+        assert f"the start of an empty storage at {lost}, which then gets" in waited
         cluster.start("storage-2")
         run_successful(cluster, *replace)
         run_successful(cluster, "remove-storage", other)

@@ -224,7 +224,7 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         words = ("replace-storage", storage, storage)
         waited = run_failing(cluster, *words, "--timeout-s", "5")
         last = cluster.partition_count - 1
-        assert f"at {storage} to start; it then gets replicas of partitions 0-{last}" in waited
+        assert f"at {storage}, which then gets replicas of partitions 0-{last}" in waited
         cluster.up()
         assert "cluster add-replica" in run_successful(cluster, *words)["summary"]
         run_successful(cluster, "add-replica", "all", storage)

@@ -161,7 +161,7 @@ async def _add_replacement(
         run.note_step(f"an empty storage may now start at {address}")
     while not await is_answering(WireProtocol.STORAGE, address):
         run.report_wait(
-            f"an empty storage at {address} to start; it then gets replicas of partitions "
+            f"the start of an empty storage at {address}, which then gets replicas of partitions "
             f"{ranges_of_numbers(sorted(placement))}"
         )
         await asyncio.sleep(POLL_INTERVAL_S)
