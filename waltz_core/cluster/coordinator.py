@@ -120,7 +120,7 @@ class Coordinator:
 
     @property
     def connect_string(self) -> str:
-        """The cluster's connect string, for messages."""
+        """The cluster's connect string, for messages to users."""
         return self._nodes.connect_string
 
     # --- the session

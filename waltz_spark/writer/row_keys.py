@@ -44,7 +44,7 @@ class RowKeys:
 
     @property
     def text(self) -> str:
-        """The parts of a row key, for messages."""
+        """The parts of a row key, for error messages."""
         return ", ".join(self._identity_columns) if self._identity_columns else "header and data"
 
     @property

@@ -119,7 +119,7 @@ class Znodes(Protocol):
 
     @property
     def hosts(self) -> str:
-        """The hosts of ZooKeeper, for messages."""
+        """The hosts of ZooKeeper, for messages to users."""
 
     @property
     def state(self) -> SessionState:

@@ -36,7 +36,7 @@ class ClusterNodes:
 
     @property
     def connect_string(self) -> str:
-        """The cluster's connect string, for messages."""
+        """The cluster's connect string, for messages to users."""
         return f"{self.znodes.hosts}{self.paths.root}"
 
     async def get_required(self, path: str, signal: Signal | None = None) -> Node:

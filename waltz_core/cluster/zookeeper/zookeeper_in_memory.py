@@ -259,7 +259,7 @@ class MemorySession:
 
     @property
     def hosts(self) -> str:
-        """The hosts, for messages."""
+        """The hosts, for messages to users."""
         return "memory:1"
 
     @property

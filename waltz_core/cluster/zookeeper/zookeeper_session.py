@@ -270,7 +270,7 @@ class ZooKeeperSession:
 
     @property
     def hosts(self) -> str:
-        """The hosts of ZooKeeper, for messages."""
+        """The hosts of ZooKeeper, for messages to users."""
         return self._hosts
 
     @property
