@@ -285,15 +285,15 @@ def first_line(documented: type[Any]) -> str:
 def disk_tables() -> dict[str, str]:
     """Return the tables of the disk format."""
     return {
-        "control-header": layout_table(files.CONTROL_HEADER),
-        "partition-info": layout_table(files.PARTITION_INFO),
-        "segment-header": layout_table(files.SEGMENT_HEADER),
+        "control-header": layout_table(files.CONTROL_HEADER_LAYOUT),
+        "partition-info": layout_table(files.PARTITION_INFO_LAYOUT),
+        "segment-header": layout_table(files.SEGMENT_HEADER_LAYOUT),
         "record": record_table(),
-        "lineage-header": layout_table(files.LINEAGE_HEADER),
-        "lineage-entry": layout_table(files.LINEAGE_ENTRY),
-        "slot": layout_table(files.SLOT, files.SLOT_TAIL),
-        "storage-id": layout_table(files.STORAGE_ID),
-        "wipe": layout_table(removal.WIPE),
+        "lineage-header": layout_table(files.LINEAGE_HEADER_LAYOUT),
+        "lineage-entry": layout_table(files.LINEAGE_ENTRY_LAYOUT),
+        "slot": layout_table(files.SLOT_LAYOUT, files.SLOT_TAIL_LAYOUT),
+        "storage-id": layout_table(files.STORAGE_ID_LAYOUT),
+        "wipe": layout_table(removal.WIPE_LAYOUT),
         "lock-block": layout_table(lock_blocks.TRAILER_LAYOUT),
     }
 

@@ -184,18 +184,18 @@ class MemoryWaltz:
     @property
     def fault_rate(self) -> float:
         """The probability that an append or its answer is lost from now on."""
-        return self._faults.rate
+        return self._faults.loss_rate
 
     @fault_rate.setter
     def fault_rate(self, rate: float) -> None:
         if not 0.0 <= rate <= 1.0:
             raise errors.BadRequest(f"fault_rate: expected a probability in 0.0..1.0, found {rate}")
-        self._faults.rate = rate
+        self._faults.loss_rate = rate
 
     @property
     def fault_count(self) -> int:
         """The number of appends or answers that the fault rate has lost."""
-        return self._faults.count
+        return self._faults.loss_count
 
     def reject_next(self, count: int = 1) -> None:
         """Reject the next `count` appends with a read or write lock, as for a real conflict.
@@ -204,7 +204,7 @@ class MemoryWaltz:
         without a conflict, with the same effect. 0 ends the rejections. Rows of `append_batch` are
         not rejected.
         """
-        self._faults.rejections = count
+        self._faults.rejections_left = count
 
     def fail_next_append(
         self, count: int, error: errors.WaltzError, *, enters_log: bool | None = None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.server.locking.pending_appends import LARGE_BYTES
+from waltz_core.server.locking.pending_appends import LARGE_REQUEST_BYTES_MIN
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_sim.world.world import random_of_number
 
@@ -85,7 +85,7 @@ class Setup:
         """Return the limits of a served partition."""
         return PartitionLimits(
             lock_slot_count=self.lock_slot_count,
-            queue_bytes_max=8 * LARGE_BYTES if self.has_large_batches else 64 * 1024,
+            queue_bytes_max=8 * LARGE_REQUEST_BYTES_MIN if self.has_large_batches else 64 * 1024,
             in_flight_batches_max=8,
             slice_rows_max=self.slice_rows_max,
             feed_frame_count_max=8,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from scripts.reference.markdown import cell, code, table
 from waltz_core.log_lines import EVENT_NAME, FIELD
 from waltz_core.server.process.host import LOG_LEVELS as SERVER_LEVELS
-from waltz_core.storage.process.storage_daemon import LEVELS as STORAGE_LEVELS
+from waltz_core.storage.process.storage_daemon import LOG_LEVELS as STORAGE_LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS_FILE = Path(__file__).with_name("events.toml")

@@ -22,9 +22,9 @@ from tests.crash.scenarios import (
     with_either_dirty_flag,
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
-from waltz_core.storage.files.control_file import SLOTS_NAME
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME
 from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, AckedMarker, Slot
-from waltz_core.storage.log.removal import WIPE_NAME
+from waltz_core.storage.log.removal import WIPE_FILE_NAME
 from waltz_sim.world.crash import (
     DiskState,
     KeepNone,
@@ -187,9 +187,9 @@ def check_disk_state(acknowledged, contents):
         if not expected.markers:
             continue
         directory = ROOT / str(partition)
-        if directory / WIPE_NAME in contents.files:
+        if directory / WIPE_FILE_NAME in contents.files:
             continue  # the storage deletes this directory
-        slot = _newer_slot(contents.files.get(directory / SLOTS_NAME, b""))
+        slot = _newer_slot(contents.files.get(directory / SLOTS_FILE_NAME, b""))
         if slot is None:
             raise Violation(f"partition {partition} has no slots")
         marker = slot.acked.transaction_id

@@ -106,8 +106,8 @@ NOT_NEEDED = {
     "directory next",
     "storage_engine.open#1": "needed only after two kills in a row: only then are both names not "
     "durable yet",
-    "log_recovery.open_log > file_system.make_with_parents#1": "`StorageEngine.open` has already "
-    "synced this directory",
+    "log_recovery.open_log > file_system.make_directory_with_parents#1": "`StorageEngine.open` "
+    "has already synced this directory",
     "segment.copy_index > file_system.create_durably#4": "the new segment's names are synced next",
     "segments.continue_in_new_file > segment.create > file_system.create_durably#3": "the old "
     "files of an empty segment are as good as the new ones",
@@ -147,8 +147,8 @@ NOT_NEEDED = {
 # Necessary syncs that may be executed after the next sync, because both syncs precede the next
 # acknowledgement. The values state what the two syncs make durable.
 ANY_ORDER = {
-    "file_system.make_with_parents#1": "names of different directories",
-    "file_system.make_with_parents#2": "names of different directories",
+    "file_system.make_directory_with_parents#1": "names of different directories",
+    "file_system.make_directory_with_parents#2": "names of different directories",
     "storage_engine.open > control_file.open#2": "the control file and names",
     "control_file.set_flags#1": "the flag and the directory of a partition: a crash may leave one "
     "without the other",

@@ -21,7 +21,7 @@ import waltz_core.storage
 from tests.storage_model import make_batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
-from waltz_core.storage.files.format import GENESIS, AckedMarker
+from waltz_core.storage.files.format import GENESIS_MARKER, AckedMarker
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_sim.world.crash import PositionMarker, RecordingDisk, Sync, Write
@@ -78,7 +78,7 @@ class AcknowledgedLog(NamedTuple):
     markers: tuple[int, ...]  # the marker on the disk is one of these, or later
     is_dirty: tuple[bool, ...]
     suspects: tuple[bool, ...] = (False,)  # True: an empty log is suspect
-    starts: tuple[AckedMarker, ...] = (GENESIS,)
+    starts: tuple[AckedMarker, ...] = (GENESIS_MARKER,)
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class Scenario:
             log.confirmed_low_water_mark, log.chain_at(log.confirmed_low_water_mark)
         )
         self.call(lambda: log.remove_oldest(archived), partition=partition)
-        assert log.start > GENESIS
+        assert log.start > GENESIS_MARKER
 
     def reset(self, last, partition=0):
         """Reset a log to an ID; its records up to there are archived."""
@@ -779,4 +779,4 @@ SCENARIOS = (
 STARTS = (removed_segments, reset)
 # Administrative changes of a partition. They have no mutants: an omitted sync has an effect only
 # when a removed partition is assigned again (tests/crash/test_storage_administration).
-ADMINISTRATION = (removal, unassigned, re_seed)
+ADMIN_CONNECTION = (removal, unassigned, re_seed)

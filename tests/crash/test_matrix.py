@@ -19,7 +19,7 @@ from tests.crash.matrix import (
     second_losses,
 )
 from tests.crash.scenarios import (
-    ADMINISTRATION,
+    ADMIN_CONNECTION,
     SCENARIOS,
     failed_sync_of_an_index,
     with_either_dirty_flag,
@@ -28,7 +28,7 @@ from waltz_sim.world.crash import KeepNone, keep_choices
 
 CUTS_MIN = 1_500
 SURVIVALS_MIN = 25_000
-EVERY = (*SCENARIOS, *ADMINISTRATION)
+EVERY = (*SCENARIOS, *ADMIN_CONNECTION)
 
 
 def acknowledge(record_property, matrix):

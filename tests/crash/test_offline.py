@@ -20,7 +20,7 @@ from tests.property.test_storage_format import B16, INT64, SLOTS, entries
 from tests.storage_model import ALL_SURVIVALS, random_log, run_until_power_loss
 from waltz_core.errors import DiskFailed
 from waltz_core.offline import layout
-from waltz_core.offline.layout import GENESIS, BatchEntry
+from waltz_core.offline.layout import GENESIS_MARKER, BatchEntry
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
@@ -156,9 +156,9 @@ def test_encoded_control_slots_are_decoded_to_the_same_values(slot):
 @given(entries(), st.integers(0, 1 << 40), B16, INT64)
 def test_encoded_batches_are_decoded_to_the_same_values(entry, position, key, created_ms):
     segment = disk_format.SegmentHeader(created_ms, key, PartitionId(3), entry.first)
-    head = disk_format.LineageHeader(segment, GENESIS)
+    head = disk_format.LineageHeader(segment, GENESIS_MARKER)
     read_head = layout.decode_chain_header(head.encode())
-    assert (read_head.errors, read_head.chain_before) == ((), GENESIS)
+    assert (read_head.errors, read_head.chain_before) == ((), GENESIS_MARKER)
     assert read_head.header[1:5] == (created_ms, key, 3, entry.first)
     assert layout.decode_file_header(segment.encode()) == read_head.header
     written = disk_format.encode_entry(

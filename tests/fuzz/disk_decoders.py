@@ -23,7 +23,7 @@ from waltz_core.records.record import (
     RECORD_PREFIX,
     LineageEntry,
 )
-from waltz_core.server.locking.lock_table_loader import _entered_ids
+from waltz_core.server.locking.lock_table_loader import _writer_ids
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
@@ -141,7 +141,7 @@ def read_blocks(data: bytes) -> None:
         if block is None:
             return
         assert len(block.distances) in (0, len(block.locks) // 4)
-        _entered_ids(block)
+        _writer_ids(block)
         block = run.block_ending_at(block.end_before, 10)
 
 

@@ -26,7 +26,7 @@ from waltz_core.encryption.keys import KeyCache
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, RemoteProtocolError, TooLarge
 from waltz_core.records import strict_json
 from waltz_core.records.unpacking import Unpacker
-from waltz_core.server.process.registry_requests import Arguments
+from waltz_core.server.process.registry_requests import RegistryArguments
 from waltz_spark import offsets
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -218,7 +218,7 @@ def _payload(name: str, serializer) -> Decoder:
 
 def decode_registry_arguments(data: bytes) -> None:
     """Decode the arguments of a registry request; accepted arguments can be stored."""
-    found = Arguments(data)
+    found = RegistryArguments(data)
     strict_json.to_json([found.keep_ms(), found.flag("in_series"), found.text("run")])
     strict_json.to_json(found.summary())
 

@@ -82,7 +82,7 @@ def make_example(message_class: type[Message], version: int) -> dict[str, Any]:
     for field in dataclasses.fields(message_class):
         kind = hints[field.name].__metadata__[0]
         is_extra = field.metadata.get("is_extra", False)
-        absent = field.default if is_extra else fields.EMPTY.get(kind)
+        absent = field.default if is_extra else fields.EMPTY_VALUES.get(kind)
         is_there = field.metadata.get("since", 0) <= version
         values[field.name] = FIELD_VALUES[kind] if is_there else absent
     message = message_class(**values)

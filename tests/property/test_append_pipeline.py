@@ -37,7 +37,7 @@ from waltz_core.server.append.outcomes import (
 )
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.append.recent_rejections import REJECTIONS_MAX
-from waltz_core.server.locking.pending_appends import LARGE_BYTES, PendingAppend
+from waltz_core.server.locking.pending_appends import LARGE_REQUEST_BYTES_MIN, PendingAppend
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits, SendToClient
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, RowOutcomeCode
 
@@ -151,7 +151,7 @@ class World:
             marks=[row.mark for row in rows],
         )
         batch = AppendBatch(req_id, -1, payload, zlib.crc32(payload))
-        cost_bytes = LARGE_BYTES if self.rng.random() < self.large_share else 50
+        cost_bytes = LARGE_REQUEST_BYTES_MIN if self.rng.random() < self.large_share else 50
         self.take(
             self.pipeline.receive(connection, batch, cost_bytes=cost_bytes, now_ms=self.now_ms)
         )

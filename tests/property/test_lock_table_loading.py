@@ -22,7 +22,7 @@ from waltz_core.wire.messages import LockBlocks
 SEEDS = range(300)
 SLOTS = 10_007
 LOCKS = 12
-GENESIS = LogEnd(TransactionId(-1), bytes(16))
+GENESIS_MARKER = LogEnd(TransactionId(-1), bytes(16))
 
 
 class History:
@@ -30,7 +30,7 @@ class History:
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
-        self.ends = [GENESIS]
+        self.ends = [GENESIS_MARKER]
         self.writes: list[tuple[int, int]] = []  # ID, lock
         self.files = [bytearray() for _ in range(3)]
         self.old = [b""] * 3

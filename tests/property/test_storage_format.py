@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from waltz_core.records.record import LineageEntry
 from waltz_core.storage.files.format import (
-    DAMAGED_MAX,
+    DAMAGED_RANGES_MAX,
     PARTITIONS_MAX,
     SLOT_BYTES,
     AckedMarker,
@@ -45,7 +45,7 @@ def entries(draw):
 
 @st.composite
 def damaged_ranges(draw):
-    ends = draw(st.lists(IDS, unique=True, max_size=2 * DAMAGED_MAX).map(sorted))
+    ends = draw(st.lists(IDS, unique=True, max_size=2 * DAMAGED_RANGES_MAX).map(sorted))
     return tuple(IdRange(*pair) for pair in zip(ends[::2], ends[1::2], strict=False))
 
 

@@ -16,9 +16,9 @@ from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication import partition_store
 from waltz_core.replication.archiving import SessionArchiver
+from waltz_core.replication.in_doubt_queries import InDoubtQueries
 from waltz_core.replication.partition_store import PartitionStore, _PendingRequest
 from waltz_core.replication.repair_runner import RepairRunner
-from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
 from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.log import archive_pieces
@@ -196,7 +196,7 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
     original = PartitionStore._on_coordinator_unavailable
 
     def _on_coordinator_unavailable(self, waiting, reason):
-        is_mark = waiting is _PendingRequest.STATES and self._session.window is not None
+        is_mark = waiting is _PendingRequest.STATES_WRITE and self._session.window is not None
         if (
             is_mark
             and self._nodes_being_written.archived_mark != self._session._archiver.recorded_mark
@@ -284,7 +284,7 @@ def uncommitted_batches_are_archived() -> Patches:
 @switch
 def archived_stamp_is_ignored() -> Patches:
     """If only the archive has the last commit stamp, a new owner ignores it, and uses its clock."""
-    original = Settlement.begin
+    original = InDoubtQueries.begin
 
     def begin(self, now_ms):
         archived = self._claim.archived_mark
@@ -292,7 +292,7 @@ def archived_stamp_is_ignored() -> Patches:
             self._stamp_ms = 0
         original(self, now_ms)
 
-    yield replaced(Settlement, "begin", begin)
+    yield replaced(InDoubtQueries, "begin", begin)
 
 
 @switch
@@ -474,9 +474,9 @@ def expired_rows_are_lost() -> Patches:
 @switch
 def expired_batches_are_lost() -> Patches:
     """If batches in doubt have expired, a session treats them as not in the log."""
-    original = Settlement._set_outcome
+    original = InDoubtQueries._set_outcome
 
     def _set_outcome(self, committed_last, *, has_unknown_outcomes=False):
         original(self, committed_last)
 
-    yield replaced(Settlement, "_set_outcome", _set_outcome)
+    yield replaced(InDoubtQueries, "_set_outcome", _set_outcome)

@@ -10,6 +10,7 @@ from waltz_core.replication import (
     session_recovery,
     store_session,
 )
+from waltz_core.replication.in_doubt_queries import InDoubtQueries
 from waltz_core.replication.partition_store import PartitionStore, _PendingRequest
 from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum_size
 from waltz_core.replication.repair_runner import RepairRunner
@@ -17,7 +18,6 @@ from waltz_core.replication.replica_repair import ReplicaRepair, SetMark
 from waltz_core.replication.replica_session import NO_CORRELATION_ID, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import TransactionsCommitted
 from waltz_core.replication.session_recovery import HistoryOrigin, Recovery
-from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
 from waltz_core.storage.log.partition_log import PartitionLog
 
@@ -192,7 +192,7 @@ def open_before_second_cas() -> Patches:
 
     def _write(self, view, waiting):
         original(self, view, waiting)
-        if waiting is _PendingRequest.STATES and self._session.window is None:
+        if waiting is _PendingRequest.STATES_WRITE and self._session.window is None:
             self._pending_request = _PendingRequest.NO_REQUEST
             self._on_metadata_written(as_written(view))
 
@@ -212,7 +212,7 @@ def unknown_cas_taken_as_success() -> Patches:
     original = PartitionStore._on_coordinator_unavailable
 
     def _on_coordinator_unavailable(self, waiting, reason):
-        if waiting in (_PendingRequest.STATES, _PendingRequest.CLAIM):
+        if waiting in (_PendingRequest.STATES_WRITE, _PendingRequest.CLAIM):
             self._on_metadata_written(as_written(self._nodes_being_written))
         else:
             original(self, waiting, reason)
@@ -260,7 +260,7 @@ def late_replica_counts_at_once() -> Patches:
     def submit(self, batch, now_ms):
         self.window.add(batch, self.claim.session_id, now_ms)
         for replica in self.replicas.values():
-            if replica.is_marked:
+            if replica.is_mark_set:
                 self._send_from_window(replica, now_ms)
 
     yield replaced(StoreSession, "_send_from_window", _feed)
@@ -306,7 +306,9 @@ def connections_are_replaced() -> Patches:
 
     def exclusion_reason(self, answer):
         return (
-            "has records of an unrecorded partition" if self.has_foreign_records(answer) else None
+            "has records of an unrecorded partition"
+            if self.has_unexpected_records(answer)
+            else None
         )
 
     yield replaced(ReplicaSession, "_reset_connection_state", _reset_connection_state)
@@ -317,7 +319,7 @@ def connections_are_replaced() -> Patches:
 @switch
 def appends_settled_by_id_alone() -> Patches:
     """An append of the previous session counts as committed if the log reaches its ID."""
-    original = Settlement._set_outcome
+    original = InDoubtQueries._set_outcome
 
     def _set_outcome(self, committed_last):
         range_in_doubt = self._claim.in_doubt
@@ -325,7 +327,7 @@ def appends_settled_by_id_alone() -> Patches:
             self, committed_last if range_in_doubt is None else min(range_in_doubt.last, self._mark)
         )
 
-    yield replaced(Settlement, "_set_outcome", _set_outcome)
+    yield replaced(InDoubtQueries, "_set_outcome", _set_outcome)
 
 
 @switch
@@ -444,7 +446,7 @@ def mark_answered_without_a_session() -> Patches:
 @switch
 def appends_in_flight_are_forgotten() -> Patches:
     """Appends in flight count as lost when their session ends, without a check of the log."""
-    original = Settlement.begin
+    original = InDoubtQueries.begin
 
     def begin(self, now_ms):
         range_in_doubt = self._claim.in_doubt
@@ -453,7 +455,7 @@ def appends_in_flight_are_forgotten() -> Patches:
         else:
             self._set_outcome(range_in_doubt.committed)
 
-    yield replaced(Settlement, "begin", begin)
+    yield replaced(InDoubtQueries, "begin", begin)
 
 
 @switch
@@ -469,13 +471,13 @@ def former_quorum_not_needed() -> Patches:
 @switch
 def stamps_continue_from_the_clock() -> Patches:
     """A new owner stamps batches by its own clock, and ignores the log's last stamp."""
-    original = Settlement.begin
+    original = InDoubtQueries.begin
 
     def begin(self, now_ms):
         self._stamp_ms = self._stamp_ms or 0
         original(self, now_ms)
 
-    yield replaced(Settlement, "begin", begin)
+    yield replaced(InDoubtQueries, "begin", begin)
 
 
 @switch

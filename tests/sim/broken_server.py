@@ -34,7 +34,7 @@ def locks_kept_over_foreign_session() -> Patches:
 @switch
 def fences_end_with_a_release() -> Patches:
     """A server that releases a partition forgets which older attempts it has to reject."""
-    yield replaced(Mounts, "on_released", Mounts.on_generation_started)
+    yield replaced(Mounts, "on_partition_released", Mounts.on_generation_started)
 
 
 @switch
@@ -127,14 +127,14 @@ def conflict_in_flight_answered_at_once() -> Patches:
         return (
             piece
             if piece.part is not None
-            else ValidatedPiece(None, [], [*piece.unsettled, *piece.rejected])
+            else ValidatedPiece(None, [], [*piece.unsettled_appends, *piece.rejected_appends])
         )
 
     def validate_singles(group, table, position):
         piece = singles(group, table, position)
-        assigned = [pending for pending in piece.unsettled if pending.transaction_id >= 0]
-        outcome = [pending for pending in piece.unsettled if pending.transaction_id < 0]
-        return ValidatedPiece(piece.part, assigned, [*piece.rejected, *outcome])
+        assigned = [pending for pending in piece.unsettled_appends if pending.transaction_id >= 0]
+        outcome = [pending for pending in piece.unsettled_appends if pending.transaction_id < 0]
+        return ValidatedPiece(piece.part, assigned, [*piece.rejected_appends, *outcome])
 
     yield replaced(pipeline, "validate_rows", validate_rows)
     yield replaced(pipeline, "validate_singles", validate_singles)
@@ -326,13 +326,13 @@ def appends_taken_after_the_session() -> Patches:
 def mark_answered_without_proof() -> Patches:
     """A server answers with its mark without checking whether a later session exists."""
 
-    def is_fresh(self, now_ms):
+    def is_proof_fresh(self, now_ms):
         return True
 
     def _answer_mark(self, event, *, needs_proof=False):
         self._effects.append(self._current_mark_answer(event))
 
-    yield replaced(LinearizableRequests, "is_fresh", is_fresh)
+    yield replaced(LinearizableRequests, "is_proof_fresh", is_proof_fresh)
     yield replaced(Partition, "_answer_mark", _answer_mark)
 
 

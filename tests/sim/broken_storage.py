@@ -355,7 +355,7 @@ def segments_cut_in_any_order() -> Patches:
 @switch
 def repaired_without_check() -> Patches:
     """Damage is repaired with the received bytes, whatever they are."""
-    yield replaced(damage, "check_repaired", do_nothing)
+    yield replaced(damage, "check_repaired_batches", do_nothing)
     yield replaced(damage, "first_invalid_record", do_nothing)
 
 

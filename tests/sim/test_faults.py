@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from waltz_core.replication import session_events
-from waltz_core.storage.files.control_file import SLOTS_NAME
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME
 from waltz_core.storage.service.service import NO_STORAGE_ID
 from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
@@ -217,7 +217,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
     cluster = settled_cluster()
     assert disk_faults.spoiled_slot(cluster, FixedRolls())
     assert cluster.checks.counts["spoiled .ctl"] == 1
-    assert any(file.name == SLOTS_NAME for file in cluster.storages[A].disk.files())
+    assert any(file.name == SLOTS_FILE_NAME for file in cluster.storages[A].disk.files())
     assert repair_and_count(cluster)["storage replaced"] == 0
 
 

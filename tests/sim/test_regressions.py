@@ -56,7 +56,7 @@ def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
 
     def first_found(self, hole, offset, size):
         data = self._file.pread(size - offset - 1, offset + 1)
-        for at in record_search._candidates(data, hole, len(data)):
+        for at in record_search._candidate_offsets(data, hole, len(data)):
             (found,) = struct.unpack_from(">q", data, at)
             position = offset + 1 + at
             if record_search.scan(self._file, position, found, size=size, stop_id=found + 1)[

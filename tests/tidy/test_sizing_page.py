@@ -15,7 +15,7 @@ from waltz_core.storage.files.format import (
     OFFSET_BYTES,
     SEGMENT_HEADER_BYTES,
 )
-from waltz_core.storage.files.lock_file import FILE_BYTES_MAX
+from waltz_core.storage.files.lock_block_file import FILE_BYTES_MAX
 
 PAGE = (PROJECT_ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
 MIB = 1 << 20

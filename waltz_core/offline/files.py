@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from waltz_core.errors import BadRequest, DiskFailed
-from waltz_core.offline.layout import CONTROL_HEADER_BYTES, CONTROL_NAME, ID_NAME
+from waltz_core.offline.layout import CONTROL_FILE_NAME, CONTROL_HEADER_BYTES, ID_NAME
 
 SEGMENT_SUFFIX: Final = ".seg"
 _NAME_DIGITS: Final = 19
@@ -126,7 +126,7 @@ def partitions_in(directory: Path) -> list[int]:
 
 def is_storage_directory(directory: Path) -> bool:
     """Return whether a directory is a storage directory, not a partition's directory."""
-    return (directory / CONTROL_NAME).exists() or (directory / ID_NAME).exists()
+    return (directory / CONTROL_FILE_NAME).exists() or (directory / ID_NAME).exists()
 
 
 def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
@@ -199,10 +199,10 @@ def hold_shared_locks(path: Path) -> Iterator[None]:
     directory = storage_directory_of(path)
     with ExitStack() as locks:
         if directory is not None:
-            for name in (ID_NAME, CONTROL_NAME):
+            for name in (ID_NAME, CONTROL_FILE_NAME):
                 if (directory / name).exists():
                     file = locks.enter_context(OpenFile(directory / name))
-                    _lock_shared(file, directory, is_old=name == CONTROL_NAME)
+                    _lock_shared(file, directory, is_old=name == CONTROL_FILE_NAME)
         yield
 
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from waltz_core.errors import BadFormat, DiskFailed
 from waltz_core.offline.files import segment_path, storage_directory_of
 from waltz_core.offline.layout import (
+    CONTROL_FILE_NAME,
     CONTROL_HEADER_BYTES,
-    CONTROL_NAME,
     FILE_HEADER_BYTES,
     ID_NAME,
     OFFSET_BYTES,
@@ -94,12 +94,12 @@ def hold_exclusive_locks(disk: Disk, path: Path) -> Iterator[None]:
     """
     directory = storage_directory_of(path)
     with ExitStack() as locks:
-        for name in (ID_NAME, CONTROL_NAME):
+        for name in (ID_NAME, CONTROL_FILE_NAME):
             if directory is None or not disk.exists(directory / name):
                 continue
             file = disk.open(directory / name)
             locks.callback(file.close)
-            is_control_file = name == CONTROL_NAME
+            is_control_file = name == CONTROL_FILE_NAME
             if not (
                 file.lock_range(0, CONTROL_HEADER_BYTES)
                 if is_control_file

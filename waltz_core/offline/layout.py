@@ -22,10 +22,10 @@ Bytes = bytes | memoryview
 crc32: Final[Callable[..., int]] = crcmod.predefined.mkCrcFun("crc-32")
 assert crc32(b"123456789") == 0xCBF43926
 
-CONTROL_NAME: Final = "waltz-storage.ctl"
+CONTROL_FILE_NAME: Final = "waltz-storage.ctl"
 ID_NAME: Final = "waltz-x.id"
-SLOTS_NAME: Final = "waltz-x.ctl"
-RESERVE_NAME: Final = "waltz-x.reserve"
+SLOTS_FILE_NAME: Final = "waltz-x.ctl"
+RESERVE_FILE_NAME: Final = "waltz-x.reserve"
 
 CONTROL_HEADER_BYTES: Final = 128
 CONTROL_ENTRY_BYTES: Final = 76
@@ -39,12 +39,12 @@ CHAIN_HEADER_BYTES: Final = 64
 BATCH_BYTES: Final = 64
 RECORD: Final = struct.Struct(">qiiiiiiI")
 RECORD_FRAME_BYTES: Final = 40  # the size of a record without its data
-GENESIS: Final = bytes(16)
+GENESIS_MARKER: Final = bytes(16)
 
 AVAILABLE, ASSIGNED = 1, 4
 DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, SHORTENED = 1, 2, 4, 8, 16
 # The chain hash in the acked marker if records may have no batches.
-UNBATCHED: Final = b"\xff" * 16
+UNBATCHED_CHAIN: Final = b"\xff" * 16
 RECONSTRUCTED: Final = -2  # the session of a batch that replaces unreadable ones
 _DAMAGED_MAX: Final = 19
 

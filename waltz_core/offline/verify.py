@@ -17,7 +17,7 @@ from waltz_core.offline.files import (
     partitions_in,
     select_partitions,
 )
-from waltz_core.offline.layout import CONTROL_NAME, SLOTS_NAME
+from waltz_core.offline.layout import CONTROL_FILE_NAME, SLOTS_FILE_NAME
 from waltz_core.offline.verify_control import (
     DecodedControlFile,
     check_control_file,
@@ -54,11 +54,11 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verification
             logs = {-1: verify_segment(path, findings)}
         elif path.is_dir() and is_storage_directory(path):
             logs = _verify_storage(path, partitions, findings)
-        elif path.is_dir() and (first_ids_in(path) or (path / SLOTS_NAME).exists()):
+        elif path.is_dir() and (first_ids_in(path) or (path / SLOTS_FILE_NAME).exists()):
             logs = _verify_partition(path, findings)
         else:
             raise BadRequest(
-                f"{path}: expected a storage directory with {CONTROL_NAME}, the directory of "
+                f"{path}: expected a storage directory with {CONTROL_FILE_NAME}, the directory of "
                 "a partition, or a .seg file"
             )
     return VerificationResult(path, logs, findings, time.perf_counter() - start_s)
@@ -67,11 +67,11 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verification
 def _verify_storage(
     directory: Path, partitions: list[int] | None, findings: VerificationFindings
 ) -> dict[int, FoundLog]:
-    control = read_control(directory / CONTROL_NAME)
+    control = read_control(directory / CONTROL_FILE_NAME)
     check_control_file(control, findings)
     existing_partitions = partitions_in(directory)
     has_slots = any(
-        (directory / str(number) / SLOTS_NAME).exists() for number in existing_partitions
+        (directory / str(number) / SLOTS_FILE_NAME).exists() for number in existing_partitions
     )
     check_storage_id(directory, findings, has_slots=has_slots)
     if control is not None and partitions is None:
@@ -113,7 +113,7 @@ def _verify_partition(directory: Path, findings: VerificationFindings) -> dict[i
     if not directory.absolute().name.isdecimal():
         raise BadRequest(f"{directory}: expected a directory whose name is a partition number")
     number = int(directory.absolute().name)
-    control = read_control(parent / CONTROL_NAME)
+    control = read_control(parent / CONTROL_FILE_NAME)
     return {number: _verify_log_of(parent, number, control, findings)}
 
 

@@ -16,10 +16,10 @@ Rules:
     3. After a clean stop, the acked marker is at the end of the log. After any other stop, the log
        may be longer.
     4. Records may have no batches until the next start of the storage. In this state, the acked
-       marker contains the special value `UNBATCHED` instead of a chain hash. There are two causes:
-       an owner leaves records of Waltz 0.13 in this state, and an earlier version of the storage
-       left records of 0.13 servers in this state. The session of a 0.13 server has no nonce, and
-       the low-water mark of such a session may be above the end of the log.
+       marker contains the special value `UNBATCHED_CHAIN` instead of a chain hash. There are two
+       causes: an owner leaves records of Waltz 0.13 in this state, and an earlier version of the
+       storage left records of 0.13 servers in this state. The session of a 0.13 server has no
+       nonce, and the low-water mark of such a session may be above the end of the log.
 """
 
 from pathlib import Path
@@ -30,16 +30,16 @@ from waltz_core.offline.files import read_all
 from waltz_core.offline.layout import (
     ASSIGNED,
     CONTROL_ENTRY_BYTES,
+    CONTROL_FILE_NAME,
     CONTROL_HEADER_BYTES,
-    CONTROL_NAME,
     ID_NAME,
     INFO_BYTES,
     PROVISIONAL,
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
-    SLOTS_NAME,
+    SLOTS_FILE_NAME,
     TRUNCATE,
-    UNBATCHED,
+    UNBATCHED_CHAIN,
     ControlEntry,
     ControlFileHeader,
     ControlInfo,
@@ -92,7 +92,7 @@ def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
 
 def check_control_file(control: DecodedControlFile | None, findings: VerificationFindings) -> None:
     """Report the errors of the control file."""
-    report = findings.in_file(CONTROL_NAME)
+    report = findings.in_file(CONTROL_FILE_NAME)
     if control is None:
         report.add_error(None, "the file is missing; without it the storage does not start")
         return
@@ -140,9 +140,9 @@ def expected_log(
     directory: Path, number: int, control: DecodedControlFile | None, findings: VerificationFindings
 ) -> ExpectedLog:
     """Return the facts about a log that the control files state, and report their errors."""
-    report = findings.in_file(f"{number}/{SLOTS_NAME}")
-    slots = read_slots(directory / str(number) / SLOTS_NAME)
-    _check_slot_blocks(directory / str(number) / SLOTS_NAME, report)
+    report = findings.in_file(f"{number}/{SLOTS_FILE_NAME}")
+    slots = read_slots(directory / str(number) / SLOTS_FILE_NAME)
+    _check_slot_blocks(directory / str(number) / SLOTS_FILE_NAME, report)
     if slots is None and has_batches(directory / str(number)):
         report.add_error(
             None,
@@ -242,7 +242,7 @@ def compare_log_with_control_files(
 ) -> None:
     """Report differences between the log and the control files."""
     info = entry.info if entry is not None else None
-    control_report = findings.in_file(CONTROL_NAME)
+    control_report = findings.in_file(CONTROL_FILE_NAME)
     is_unbatched = expected.slot is not None and _is_unbatched(expected.slot)
     is_of_old_format = expected.slot is None or (expected.gets_batches and not is_unbatched)
     if is_of_old_format and info is not None and info.local_low_water_mark > found_log.last:
@@ -253,7 +253,7 @@ def compare_log_with_control_files(
         )
     if expected.slot is None:
         return
-    report = findings.in_file(f"{expected.partition}/{SLOTS_NAME}")
+    report = findings.in_file(f"{expected.partition}/{SLOTS_FILE_NAME}")
     if is_unbatched:
         report.add_note(
             None,
@@ -318,7 +318,7 @@ def _compare_marks(
 
 def _is_unbatched(slot: ControlSlot) -> bool:
     """Return whether records may have no batches (rule 4)."""
-    return slot.acked_chain == UNBATCHED
+    return slot.acked_chain == UNBATCHED_CHAIN
 
 
 def _compare_damage(slot: ControlSlot, found_log: FoundLog, report: FileFindings) -> None:

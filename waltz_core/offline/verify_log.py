@@ -23,7 +23,7 @@ from typing import Final
 
 from waltz_core.offline.file_findings import VerificationFindings, records_text
 from waltz_core.offline.files import OpenFile, first_ids_in, names_in, segment_path
-from waltz_core.offline.layout import GENESIS, SLOTS_NAME, TRUNCATE
+from waltz_core.offline.layout import GENESIS_MARKER, SLOTS_FILE_NAME, TRUNCATE
 from waltz_core.offline.lineage import ChainCheck, ChainEnd, batches_of, header_of
 from waltz_core.offline.verify_segment import ExpectedLog, FoundLog, SegmentCheck
 
@@ -71,7 +71,7 @@ class _LogCheck:
         self._findings = findings
         self._found_log = FoundLog()
         slot = expected.slot
-        self._start = ChainEnd(-1, GENESIS)
+        self._start = ChainEnd(-1, GENESIS_MARKER)
         if slot is not None:
             self._start = ChainEnd(slot.start, slot.start_chain)
         self._first_ids = first_ids_in(directory)
@@ -204,7 +204,7 @@ class _LogCheck:
             self._chain.check_records(expected_first, None, first - expected_first)
 
     def _check_file_names(self) -> None:
-        expected = {SLOTS_NAME, *_LOCK_NAMES} | {
+        expected = {SLOTS_FILE_NAME, *_LOCK_NAMES} | {
             segment_path(self._directory, first, suffix).name
             for first in self._first_ids
             for suffix in _SUFFIXES

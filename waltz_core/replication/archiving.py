@@ -91,7 +91,7 @@ EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
 # The maximum pause before the first attempt of a session. A session can end at its first
 # checkpoint, 10 s after its start. Even such a session must begin an attempt.
-_FIRST_ATTEMPT_MS_MAX: Final = 10_000
+_FIRST_ATTEMPT_DELAY_MS_MAX: Final = 10_000
 
 
 class ExpiryBounds(NamedTuple):
@@ -111,14 +111,14 @@ _NO_EXPIRY: Final = ExpiryBounds(TransactionId(0), 0)
 class _Attempt:
     """One attempt of a replica: to archive a range, collect garbage, expire or replace objects.
 
-    `progress_ms` is the time of the replica's last report. `reported_mark` is the end of the range
-    that the replica has archived, to be compared with another replica's log (rule 3).
+    `last_report_ms` is the time of the replica's last report. `reported_mark` is the end of the
+    range that the replica has archived, to be compared with another replica's log (rule 3).
     """
 
     number: int
     replica: ReplicaId
     first: TransactionId
-    progress_ms: int
+    last_report_ms: int
     is_garbage_collection: bool = False
     expiry: ExpiryBounds | None = None
     is_replacement: bool = False
@@ -204,7 +204,7 @@ class SessionArchiver:
         self.contradiction: str | None = None
         # Each step of a session reads this attribute.
         self.has_archive = limits.archive_interval_ms > 0 or claim.archived_mark is not None
-        self._backlog_estimate = _BacklogEstimate(self.last)
+        self._backlog_estimate = _BacklogEstimate(self.archived_last)
         self._session_id = claim.session_id
         self._outbox = outbox
         self._limits = limits
@@ -229,7 +229,7 @@ class SessionArchiver:
         self._is_checkpoint_due = False
 
     @property
-    def last(self) -> TransactionId:
+    def archived_last(self) -> TransactionId:
         """The last ID that is recorded as archived."""
         return BEFORE_FIRST if self.recorded_mark is None else self.recorded_mark.last
 
@@ -242,7 +242,7 @@ class SessionArchiver:
     def wake_at_ms(self) -> int | None:
         """When the next attempt is due, or when the attempt in progress times out."""
         if self._attempt is not None:
-            return self._attempt.progress_ms + NO_PROGRESS_MS_MAX
+            return self._attempt.last_report_ms + NO_PROGRESS_MS_MAX
         if self.mark_to_write is not None:
             return None
         expire_at_ms = None if self.recorded_mark is None else self._next_expiry_at_ms
@@ -262,7 +262,7 @@ class SessionArchiver:
         """
         self._mark = mark
         self._next_attempt_at_ms = now_ms + min(
-            self._limits.archive_interval_ms, _FIRST_ATTEMPT_MS_MAX
+            self._limits.archive_interval_ms, _FIRST_ATTEMPT_DELAY_MS_MAX
         )
         if self._limits.archive_retention_ms:
             self._next_expiry_at_ms = now_ms
@@ -272,14 +272,14 @@ class SessionArchiver:
             self._compare_next_replica(now_ms)
 
     def _compare_next_replica(self, now_ms: int) -> None:
-        first = TransactionId(self.last + 1)
+        first = TransactionId(self.archived_last + 1)
         self._replicas_to_compare[0].send_request(
             LineageRequest, first, first, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _on_mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
+    def _on_archived_mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
         assert self.recorded_mark is not None
-        begins_at_mark = not answer.lineage or answer.lineage[0].first == self.last + 1
+        begins_at_mark = not answer.lineage or answer.lineage[0].first == self.archived_last + 1
         if begins_at_mark and answer.chain_before == self.recorded_mark.chain:
             self.is_checked = True
             return
@@ -296,7 +296,7 @@ class SessionArchiver:
             self._compare_next_replica(now_ms)
             return
         self.contradiction = (
-            f"the archive has transactions up to {self.last} with chain hash "
+            f"the archive has transactions up to {self.archived_last} with chain hash "
             f"{self.recorded_mark.chain.hex()}, but the log of replica {replica} {difference}: the "
             "log is not the archived one, or ZooKeeper's data was rolled back"
         )
@@ -314,11 +314,11 @@ class SessionArchiver:
 
         `engaged` are the members of `replicas` that count for the quorum.
         """
-        self._backlog_estimate.update(self.last, committed, now_ms)
+        self._backlog_estimate.update(self.archived_last, committed, now_ms)
         self._announce_mark(engaged, now_ms)
         attempt = self._attempt
         if attempt is not None:
-            if now_ms - attempt.progress_ms >= NO_PROGRESS_MS_MAX:
+            if now_ms - attempt.last_report_ms >= NO_PROGRESS_MS_MAX:
                 self._on_attempt_failed(
                     f"the storage has reported no progress for {NO_PROGRESS_MS_MAX} ms", now_ms
                 )
@@ -346,7 +346,7 @@ class SessionArchiver:
         if self._next_collection_at_ms is not None and now_ms >= self._next_collection_at_ms:
             self._collect_garbage(archiving_replicas, replicas, now_ms)
         if self._attempt is None and now_ms >= self._next_attempt_at_ms:
-            if archiving_replicas and committed > self.last:
+            if archiving_replicas and committed > self.archived_last:
                 self._archive_range(self._next_replica(archiving_replicas), committed, now_ms)
             else:
                 self._next_attempt_at_ms = now_ms + self._limits.archive_interval_ms
@@ -358,7 +358,7 @@ class SessionArchiver:
 
     def _archive_range(self, peer: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
         recorded_mark = self.recorded_mark
-        first = TransactionId(self.last + 1)
+        first = TransactionId(self.archived_last + 1)
         self._attempt = _Attempt(self._attempt_count, peer.replica, first, now_ms)
         chain = GENESIS_CHAIN if recorded_mark is None else recorded_mark.chain
         manifest = (
@@ -397,7 +397,7 @@ class SessionArchiver:
                 self._on_collection_failed(peer.replica, reason, now_ms)
                 return
         peer = self._next_replica(archiving_replicas)
-        number, first = self._attempt_count, TransactionId(self.last + 1)
+        number, first = self._attempt_count, TransactionId(self.archived_last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_garbage_collection=True)
         fields = (number, *_fields_of_mark(recorded_mark))
         peer.send_request(
@@ -433,7 +433,7 @@ class SessionArchiver:
     def is_expiry_done(self, bounds: ExpiryBounds) -> bool:
         """Whether these limits, or higher ones, have been applied to the whole archive."""
         expired, last = self._finished_expiry
-        return last == self.last and all(map(le, bounds, expired))
+        return last == self.archived_last and all(map(le, bounds, expired))
 
     def _expire_objects(
         self, archiving_replicas: Sequence[ReplicaSession], recorded_mark: ArchivedMark, now_ms: int
@@ -444,7 +444,7 @@ class SessionArchiver:
         peer = self._next_replica(archiving_replicas)
         number, first, bounds = (
             self._attempt_count,
-            TransactionId(self.last + 1),
+            TransactionId(self.archived_last + 1),
             self._requested_expiry,
         )
         self._attempt = _Attempt(number, peer.replica, first, now_ms, expiry=bounds)
@@ -479,7 +479,7 @@ class SessionArchiver:
             )
 
     def _on_expiry_ended(self, now_ms: int) -> None:
-        self._finished_expiry = (self._running_expiry, self.last)
+        self._finished_expiry = (self._running_expiry, self.archived_last)
         self._next_expiry_at_ms = None
         if self._limits.archive_retention_ms:
             self._next_expiry_at_ms = now_ms + EXPIRY_INTERVAL_MS
@@ -524,7 +524,7 @@ class SessionArchiver:
             )
             return
         peer, request = self._next_replica(untried), replacement.request
-        number, first = self._attempt_count, TransactionId(self.last + 1)
+        number, first = self._attempt_count, TransactionId(self.archived_last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_replacement=True)
         old_object = (request.first, request.last, request.name)
         fields = (number, *old_object, *_fields_of_mark(recorded_mark))
@@ -569,7 +569,7 @@ class SessionArchiver:
         attempt = self._attempt
         if attempt is None or (attempt.replica, attempt.number) != (peer.replica, notice.attempt):
             return
-        attempt.progress_ms = now_ms
+        attempt.last_report_ms = now_ms
         match notice:
             case ArchiveProgress():
                 pass
@@ -650,7 +650,7 @@ class SessionArchiver:
     ) -> None:
         """Process a lineage: compare it at the recorded mark, or at the end of a written range."""
         if not self.is_checked:
-            self._on_mark_checked(answer, now_ms)
+            self._on_archived_mark_checked(answer, now_ms)
             return
         attempt = self._attempt
         if attempt is None or attempt.reported_mark is None or not self._is_current(peer, message):
@@ -725,7 +725,7 @@ class SessionArchiver:
             replacement = self._replacement
             if replacement is not None and replacement.written_by is not None:
                 self._on_object_replaced(replacement, recorded_mark)
-            elif recorded_mark.last == self.last:
+            elif recorded_mark.last == self.archived_last:
                 self._report(
                     "archive.transactions_expired",
                     first=recorded_mark.first,
@@ -769,7 +769,7 @@ class SessionArchiver:
 
     def _report_due_checkpoint(self) -> None:
         """Report that a checkpoint is due if the limit of rule 8 is exceeded."""
-        archived_count = min(self.last, self._submitted_last) - self._mark
+        archived_count = min(self.archived_last, self._submitted_last) - self._mark
         if self._is_checkpoint_due or archived_count <= 0:
             return
         submitted_count = self._submitted_last - self._mark

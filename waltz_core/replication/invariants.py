@@ -9,7 +9,7 @@ from typing import Final
 from waltz_core.cluster.znodes.model import UNRESOLVED
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.quorum import quorum_mark, quorum_size
-from waltz_core.replication.replica_session import MARKED_STAGES, ReplicaSession, ReplicaStage
+from waltz_core.replication.replica_session import MARK_SET_STAGES, ReplicaSession, ReplicaStage
 from waltz_core.replication.store_session import StoreSession
 
 _READY: Final = ReplicaStage.READY  # to look up a member of an enum is slow
@@ -35,7 +35,7 @@ def _check_untouched(session: StoreSession) -> None:
         assert session.window is None
         assert session.pending_states is None
         for peer in session.replicas.values():
-            assert peer.stage not in MARKED_STAGES
+            assert peer.stage not in MARK_SET_STAGES
     for peer in session.replicas.values():
         if peer.cannot_rejoin:
             assert not peer.is_connected, "a replica that cannot rejoin must not be connected"

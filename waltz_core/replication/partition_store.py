@@ -92,7 +92,7 @@ class _PendingRequest(Enum):
     READ = auto()  # before a claim
     CLAIM = auto()  # CAS#1
     CLAIM_CHECK = auto()  # reading: CAS#1 has an unknown outcome
-    STATES = auto()  # CAS#2 or CAS#3
+    STATES_WRITE = auto()  # CAS#2 or CAS#3
     STATES_CHECK = auto()  # reading: CAS#2 or CAS#3 has an unknown outcome, or a conflict
 
 
@@ -318,7 +318,7 @@ class PartitionStore:
             case Checkpoint():
                 if self._session is not None and self._session.is_open:
                     self._end_session("checkpoint")
-                    self._claim_after(0)
+                    self._claim_session_after(0)
 
     def _take_ownership(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
         """Own the partition and claim a session, unless generation and replicas are unchanged."""
@@ -333,7 +333,7 @@ class PartitionStore:
         # The time without a quorum starts with the first claim, because a partition may wait long
         # for its first claim.
         self._no_quorum_since_ms = None
-        self._claim_after(0)
+        self._claim_session_after(0)
 
     def _drop_ownership(self, reason: str) -> None:
         self._end_session(reason)
@@ -401,16 +401,16 @@ class PartitionStore:
         match ending.cause:
             case EndCause.STALLED:
                 self._release_partition(ending.reason, should_hand_over=True)
-            case EndCause.REJECTED:
+            case EndCause.UNSAFE:
                 self._final_rejection = ending.reason if ending.is_final else None
                 self._on_claim_rejected(ending.reason)
             case EndCause.FENCED:
                 self._nodes = None
-                self._claim_after(self._count_failure())
+                self._claim_session_after(self._count_failure())
             case EndCause.REPLICA_LOST | EndCause.REPLICA_RETURNED:
                 if is_useful:
                     self._failure_count = 0
-                self._claim_after(self._count_failure())
+                self._claim_session_after(self._count_failure())
 
     def _end_session(self, reason: str, error_code: int = 0) -> None:
         """Close the session and keep the state that outlives it (rule 5)."""
@@ -457,7 +457,7 @@ class PartitionStore:
     # -----------------------------------------------------------------------------------------
     # requests to the coordinator
 
-    def _claim_after(self, wait_ms: int) -> None:
+    def _claim_session_after(self, wait_ms: int) -> None:
         assert self._session is None
         self._forget_request()
         if wait_ms == 0:
@@ -521,7 +521,7 @@ class PartitionStore:
                 self._on_metadata_written(nodes)
             case MetadataConflict():
                 self._nodes = None
-                is_states_write = waiting is _PendingRequest.STATES
+                is_states_write = waiting is _PendingRequest.STATES_WRITE
                 self._read_metadata(
                     _PendingRequest.STATES_CHECK if is_states_write else _PendingRequest.CLAIM_CHECK
                 )
@@ -534,7 +534,7 @@ class PartitionStore:
         self._nodes = None
         if waiting is _PendingRequest.CLAIM:
             self._pending_request = _PendingRequest.CLAIM_CHECK
-        elif waiting is _PendingRequest.STATES:
+        elif waiting is _PendingRequest.STATES_WRITE:
             self._pending_request = _PendingRequest.STATES_CHECK
         elif waiting is not _PendingRequest.READ:
             self._pending_request = waiting
@@ -559,7 +559,7 @@ class PartitionStore:
             self._nodes_being_written = None
             self._claim_session(nodes)
         elif nodes.versions == written_nodes.versions:
-            self._write_metadata(written_nodes, _PendingRequest.STATES)
+            self._write_metadata(written_nodes, _PendingRequest.STATES_WRITE)
         else:
             self._nodes_being_written = None
             assert self._session is not None
@@ -641,7 +641,7 @@ class PartitionStore:
         self._report("partition.open_failed", reason=reason)
         self._nodes = None
         self._no_quorum_since_ms = self._now_ms
-        self._claim_after(self._limits.rejected_retry_ms)
+        self._claim_session_after(self._limits.rejected_retry_ms)
 
     def _start_session(self, nodes: PartitionNodes) -> None:
         assert self._generation is not None
@@ -688,7 +688,7 @@ class PartitionStore:
         assert nodes.metadata.session_id == session.claim.session_id
         session.pending_states = session.states if states is None else states
         written = nodes_with_states(nodes, session.pending_states, archived or nodes.archived_mark)
-        self._write_metadata(written, _PendingRequest.STATES)
+        self._write_metadata(written, _PendingRequest.STATES_WRITE)
 
     def _report(self, name: str, **fields: object) -> None:
         self._outbox.append(Report(name, tuple(fields.items())))

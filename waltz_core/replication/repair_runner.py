@@ -59,7 +59,7 @@ from waltz_core.replication.replica_repair import (
     verify_records,
 )
 from waltz_core.replication.replica_session import (
-    MARKED_STAGES,
+    MARK_SET_STAGES,
     NO_CORRELATION_ID,
     ReplicaSession,
     ReplicaStage,
@@ -138,7 +138,7 @@ class RepairRunner:
         if self._recovery.known_chain is not None:
             return
         for peer in self._replicas.values():
-            if peer.stage in MARKED_STAGES:
+            if peer.stage in MARK_SET_STAGES:
                 return
         repairing = [peer for peer in self._replicas.values() if peer.repair is not None]
         if any(peer.repair is not None and peer.repair.reaches(goal) for peer in repairing):
@@ -191,7 +191,7 @@ class RepairRunner:
         starts = [
             other.repair.start
             for other in self._possible_sources(target, now_ms)
-            if other.repair is not None and (other.is_marked or other.repair.reaches(goal))
+            if other.repair is not None and (other.is_mark_set or other.repair.reaches(goal))
         ]
         return goal._replace(
             archived_mark=archived, lowest_source_start=min(starts, default=BEFORE_FIRST)
@@ -201,7 +201,7 @@ class RepairRunner:
         self, target: ReplicaSession, repair: ReplicaRepair, now_ms: int
     ) -> None:
         """Repair the first damaged range of a marked replica for which there is a source."""
-        assert target.is_marked
+        assert target.is_mark_set
         for damaged in repair.damaged:
             if self._choose_damage_source(target, *damaged, now_ms) is not None:
                 self._start_step(target, repair.overwrite_step(damaged), now_ms)
@@ -229,7 +229,7 @@ class RepairRunner:
 
     def copy_next_batches(self, target: ReplicaSession, last: TransactionId, now_ms: int) -> None:
         """Copy the next committed batches, up to ID `last`, to a marked replica."""
-        assert target.is_marked
+        assert target.is_mark_set
         assert target.next_id <= last
         if (
             target.correlation_id != NO_CORRELATION_ID
@@ -291,9 +291,9 @@ class RepairRunner:
         for other in self._possible_sources(target, now_ms):
             if other.repair is None:
                 continue
-            if not (other.is_marked or other.repair.reaches(self.goal)):
+            if not (other.is_mark_set or other.repair.reaches(self.goal)):
                 continue
-            if last > self.goal.mark and not (other.is_marked and other.synced_last >= last):
+            if last > self.goal.mark and not (other.is_mark_set and other.synced_last >= last):
                 continue
             if first <= other.repair.start:
                 continue
@@ -322,18 +322,18 @@ class RepairRunner:
             return []
         times = [at_ms for at_ms in self._avoided_until_ms.values() if at_ms > now_ms]
         for running in self._running.values():
-            oldest_sent_ms = running.source.oldest_sent_ms
-            if running.source is not running.target and oldest_sent_ms is not None:
-                times.append(oldest_sent_ms + self._limits.answer_ms_max)
+            oldest_request_sent_ms = running.source.oldest_request_sent_ms
+            if running.source is not running.target and oldest_request_sent_ms is not None:
+                times.append(oldest_request_sent_ms + self._limits.answer_ms_max)
         return times
 
     def expire_slow_sources(self, now_ms: int) -> None:
         """Abandon the steps whose source has timed out (rule 3)."""
         for correlation_id, running in list(self._running.items()):
-            oldest_sent_ms = running.source.oldest_sent_ms
-            if running.source is running.target or oldest_sent_ms is None:
+            oldest_request_sent_ms = running.source.oldest_request_sent_ms
+            if running.source is running.target or oldest_request_sent_ms is None:
                 continue
-            if oldest_sent_ms + self._limits.answer_ms_max <= now_ms:
+            if oldest_request_sent_ms + self._limits.answer_ms_max <= now_ms:
                 self._avoid_source(correlation_id, running.source.replica, "no answer", now_ms)
 
     def on_connection_lost(self, peer: ReplicaSession) -> None:
@@ -457,7 +457,7 @@ class RepairRunner:
         answer: StorageMessage,
         now_ms: int,
     ) -> None:
-        if target.is_marked and isinstance(step, FetchCopy) and step.needs_whole_batches:
+        if target.is_mark_set and isinstance(step, FetchCopy) and step.needs_whole_batches:
             assert isinstance(answer, messages.RangeBytes)
             verify_records(answer, first=step.first, last=step.last)
             chain = verify_batches(answer, target.next_chain)
@@ -498,7 +498,7 @@ class RepairRunner:
         self, name: str, peer: ReplicaSession, ids: list[tuple[TransactionId, TransactionId]]
     ) -> None:
         ranges = ",".join(f"{first}..{last}" for first, last in ids)
-        fields = (("replica", peer.replica), ("ids", ranges), ("is_live", peer.is_marked))
+        fields = (("replica", peer.replica), ("ids", ranges), ("is_live", peer.is_mark_set))
         self._outbox.append(Report(name, fields))
 
     def _on_log_changed(

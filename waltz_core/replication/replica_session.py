@@ -87,7 +87,7 @@ class ReplicaStage(Enum):
     ENGAGED = auto()  # ZooKeeper records the replica as engaged, so it gets live appends.
 
 
-MARKED_STAGES: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
+MARK_SET_STAGES: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
 _UNCONNECTED_STAGES: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALING)
 
 
@@ -144,9 +144,9 @@ class ReplicaSession:
         return self.stage not in _UNCONNECTED_STAGES
 
     @property
-    def is_marked(self) -> bool:
+    def is_mark_set(self) -> bool:
         """Whether the session's low-water mark is set in the replica's log."""
-        return self.stage in MARKED_STAGES
+        return self.stage in MARK_SET_STAGES
 
     @property
     def unanswered_count(self) -> int:
@@ -161,7 +161,7 @@ class ReplicaSession:
         return is_over or len(self._requests) >= limits.lag_count_max
 
     @property
-    def oldest_sent_ms(self) -> int | None:
+    def oldest_request_sent_ms(self) -> int | None:
         """When the oldest request without an answer was sent; None without such a request."""
         first = next(iter(self._requests.values()), None)
         return None if first is None else first.sent_ms
@@ -194,7 +194,7 @@ class ReplicaSession:
     def _reset_connection_state(self) -> None:
         unanswered = (type(request.message) for request in self._requests.values())
         may_change = any(kind in _LOG_CHANGING_REQUESTS for kind in unanswered)
-        self.cannot_rejoin = self.cannot_rejoin or self.is_marked or may_change
+        self.cannot_rejoin = self.cannot_rejoin or self.is_mark_set or may_change
         self.stage = ReplicaStage.ABSENT
         self.repair = None
         self.correlation_id = NO_CORRELATION_ID
@@ -282,7 +282,7 @@ class ReplicaSession:
     def _send_append(
         self, records: tuple[object, ...], lineage: tuple[object, ...], now_ms: int
     ) -> None:
-        assert self.is_marked
+        assert self.is_mark_set
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
     def record_latency(self, append: messages.AppendRaw, latency_ms: int, now_ms: int) -> None:

@@ -63,12 +63,12 @@ def history_origin_of(
     if not states:
         return HistoryOrigin.ADOPTED if marker is None else HistoryOrigin.NEW
     # `states_to_claim` writes these states, which stay until the adopting session has opened.
-    if marker is not None and all(state == _UNANSWERED for state in states.values()):
+    if marker is not None and all(state == _UNANSWERED_STATE for state in states.values()):
         return HistoryOrigin.ADOPTED
     return HistoryOrigin.RECORDED
 
 
-_UNANSWERED = ReplicaState(NO_SESSION, UNRESOLVED)
+_UNANSWERED_STATE = ReplicaState(NO_SESSION, UNRESOLVED)
 
 
 def states_to_claim(
@@ -80,7 +80,7 @@ def states_to_claim(
     ensures that a later session also requires answers of all replicas.
     """
     if origin is HistoryOrigin.ADOPTED and not states:
-        return dict.fromkeys(assigned, _UNANSWERED)
+        return dict.fromkeys(assigned, _UNANSWERED_STATE)
     return dict(states)
 
 
@@ -169,7 +169,7 @@ class Recovery:
         """Whether the replica was engaged in the last session and is trusted."""
         return self._synced_last.get(replica) is not None
 
-    def has_foreign_records(self, answer: Prepared) -> bool:
+    def has_unexpected_records(self, answer: Prepared) -> bool:
         """Whether a replica has records although the partition must have none (rule 4)."""
         if self.origin is HistoryOrigin.RECORDED or answer.synced_max == BEFORE_FIRST:
             return False
@@ -183,7 +183,7 @@ class Recovery:
 
         Rules 4 and 5 define the reasons.
         """
-        if self.has_foreign_records(answer):
+        if self.has_unexpected_records(answer):
             return (
                 "expected a replica without records, because ZooKeeper has no replica states for "
                 f"the partition, found records up to transaction {answer.synced_max}. Hint: run "

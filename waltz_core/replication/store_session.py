@@ -42,13 +42,14 @@ from waltz_core.replication.archiving import (
     ExpiryBounds,
     SessionArchiver,
 )
+from waltz_core.replication.in_doubt_queries import IN_DOUBT_CORRELATION_ID, InDoubtQueries
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.mark_proofs import MarkProofs
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.replica_repair import ReplicaRepair
 from waltz_core.replication.replica_session import (
-    MARKED_STAGES,
+    MARK_SET_STAGES,
     ReplicaSession,
     ReplicaStage,
     SessionRequest,
@@ -64,7 +65,6 @@ from waltz_core.replication.session_events import (
     TransactionsCommitted,
 )
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
-from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
@@ -73,14 +73,14 @@ if TYPE_CHECKING:
     from random import Random
 
 # `RepairRunner` chooses the correlation IDs of its requests. The ID of a heartbeat is the token of
-# the proof. The settlement and the archive have constant IDs.
+# the proof. The in-doubt queries and the archive have constant IDs.
 
 # These are constants because each step compares with them many times, and to look up a member of an
 # enum is slow.
 _ABSENT: Final = ReplicaStage.ABSENT
 _ENGAGED: Final = ReplicaStage.ENGAGED
 _READY: Final = ReplicaStage.READY
-_SYNCED_LAST: Final = attrgetter("synced_last")
+_GET_SYNCED_LAST: Final = attrgetter("synced_last")
 _PREPARED_STAGES: Final = (ReplicaStage.REPAIRING, ReplicaStage.READY, ReplicaStage.ENGAGED)
 _CATCHING_UP_STAGES: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
 
@@ -101,7 +101,7 @@ class EndCause(Enum):
     FENCED = auto()  # a storage has promised a later session
     REPLICA_RETURNED = auto()  # a replica has returned that cannot join this session again
     STALLED = auto()  # no quorum within the timeout
-    REJECTED = auto()  # to continue would be unsafe
+    UNSAFE = auto()  # to continue would be unsafe
 
 
 class SessionEnd(NamedTuple):
@@ -161,7 +161,7 @@ class StoreSession:
         self._progress_ms = 0
         self._is_waiting_reported = False
         self._proofs = MarkProofs(claim.assigned, outbox=outbox, limits=limits)
-        self._settlement: Settlement | None = None
+        self._in_doubt_queries: InDoubtQueries | None = None
         self._archiver = SessionArchiver(claim, outbox=outbox, limits=limits)
         self._replicas_with_rival: list[ReplicaId] = []
 
@@ -186,15 +186,15 @@ class StoreSession:
     def readable_replicas(self) -> list[ReplicaId]:
         """Return the engaged replicas, sorted by their last synced ID, the highest first."""
         # The sort is stable: equal replicas stay in the order of the assignment.
-        engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
+        engaged = sorted(self.engaged, key=_GET_SYNCED_LAST, reverse=True)
         return [peer.replica for peer in engaged]
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return the age of each replica's oldest unanswered request, in ms."""
         return {
-            peer.replica: now_ms - peer.oldest_sent_ms
+            peer.replica: now_ms - peer.oldest_request_sent_ms
             for peer in self.replicas.values()
-            if peer.oldest_sent_ms is not None
+            if peer.oldest_request_sent_ms is not None
         }
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
@@ -214,9 +214,9 @@ class StoreSession:
                 times.append(peer.redial_at_ms)
             elif (
                 not self._has_no_timeout(peer)
-                and (oldest_sent_ms := peer.oldest_sent_ms) is not None
+                and (oldest_request_sent_ms := peer.oldest_request_sent_ms) is not None
             ):
-                times.append(oldest_sent_ms + self._limits.answer_ms_max)
+                times.append(oldest_request_sent_ms + self._limits.answer_ms_max)
             if peer.slow_report_at_ms is not None:
                 times.append(peer.slow_report_at_ms)
         times += self._proofs.deadlines()
@@ -287,12 +287,12 @@ class StoreSession:
         self.repairs.expire_slow_sources(now_ms)
         for peer in list(self.replicas.values()):
             peer.report_slow_appends(now_ms)
-            oldest_sent_ms = peer.oldest_sent_ms
+            oldest_request_sent_ms = peer.oldest_request_sent_ms
             if peer.stage is ReplicaStage.ABSENT and peer.redial_at_ms <= now_ms:
                 peer.dial()
-            elif self._has_no_timeout(peer) or oldest_sent_ms is None:
+            elif self._has_no_timeout(peer) or oldest_request_sent_ms is None:
                 continue
-            elif oldest_sent_ms + self._limits.answer_ms_max <= now_ms:
+            elif oldest_request_sent_ms + self._limits.answer_ms_max <= now_ms:
                 self._on_connection_lost(peer, "no answer", now_ms)
         self._proofs.fail_overdue(now_ms)
         stalled_at_ms = self._stalled_at_ms()
@@ -375,9 +375,9 @@ class StoreSession:
             return None
         if self.window is not None:
             return self._joined_states(self.window, now_ms)
-        ready = self._marked_replicas(now_ms)
+        ready = self._replicas_with_mark(now_ms)
         if not self._has_quorum(ready):
-            ready = self._marked_replicas(None)
+            ready = self._replicas_with_mark(None)
         if not self._has_quorum(ready):
             self._quorum_since_ms = None
             return None
@@ -412,13 +412,13 @@ class StoreSession:
         is_writing = self.pending_states is not None
         return None if is_writing or self.ending is not None else self._archiver.mark_to_write
 
-    def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
-        """Return the marked replicas; with `now_ms`, omit those that are excluded at this time."""
+    def _replicas_with_mark(self, now_ms: int | None) -> list[ReplicaId]:
+        """Return the replicas with the mark; `now_ms`: without those excluded at this time."""
         excluded_until_ms = self.claim.excluded_until_ms
         return [
             peer.replica
             for peer in self.replicas.values()
-            if peer.stage in MARKED_STAGES
+            if peer.stage in MARK_SET_STAGES
             and (now_ms is None or excluded_until_ms.get(peer.replica, now_ms) <= now_ms)
         ]
 
@@ -438,7 +438,7 @@ class StoreSession:
         if not ready:
             return None
         lowest_next_id = min(window.first, window.committed + 1)
-        marked = self._marked_replicas(now_ms)
+        marked = self._replicas_with_mark(now_ms)
         joining = [
             peer.replica
             for peer in ready
@@ -481,7 +481,7 @@ class StoreSession:
 
         `wait_ms` is the pause after a rejection; 0 without one.
         """
-        is_counted = self._is_counted(peer)
+        is_counted = self._may_be_engaged(peer)
         self.repairs.on_connection_lost(peer)
         peer.close()
         peer.on_connection_lost(now_ms, self._rng, wait_ms=wait_ms)
@@ -492,7 +492,7 @@ class StoreSession:
             )
             self.end(ending._replace(error_code=error_code))
 
-    def _is_counted(self, peer: ReplicaSession) -> bool:
+    def _may_be_engaged(self, peer: ReplicaSession) -> bool:
         """Whether ZooKeeper records a replica as engaged, or may do so."""
         if peer.stage is ReplicaStage.ENGAGED:
             return True
@@ -537,7 +537,7 @@ class StoreSession:
         self, peer: ReplicaSession, request: SessionRequest, answer: StorageMessage, now_ms: int
     ) -> None:
         match answer:
-            case messages.Appended() if peer.stage in MARKED_STAGES:
+            case messages.Appended() if peer.stage in MARK_SET_STAGES:
                 assert isinstance(request.message, messages.AppendRaw)
                 peer.on_append_synced(request.message, answer)
                 if peer.stage is _ENGAGED:
@@ -549,9 +549,9 @@ class StoreSession:
                 self._on_replica_prepared(peer, answer, now_ms)
             case messages.HeartbeatResponse():
                 self._proofs.on_confirmed(request.correlation_id, peer.replica)
-            case messages.LineageResponse() if request.correlation_id == SETTLEMENT_CORRELATION_ID:
-                assert self._settlement is not None
-                self._settlement.on_lineage_received(peer, answer, now_ms)
+            case messages.LineageResponse() if request.correlation_id == IN_DOUBT_CORRELATION_ID:
+                assert self._in_doubt_queries is not None
+                self._in_doubt_queries.on_lineage_received(peer, answer, now_ms)
                 self._settle_if_done()
             case _ if request.correlation_id == ARCHIVE_CORRELATION_ID:
                 self._on_archive_answered(peer, request.message, answer, now_ms)
@@ -565,7 +565,7 @@ class StoreSession:
     ) -> None:
         if isinstance(answer, messages.LineageResponse):
             self._archiver.on_lineage_received(peer, message, answer, now_ms)
-            self._on_mark_checked()
+            self._on_archived_mark_checked()
 
     def _on_archive_rejected(
         self,
@@ -585,15 +585,15 @@ class StoreSession:
             self._archiver.on_request_rejected(peer, request.message, reason, now_ms)
         elif isinstance(error, BeforeLogStart):
             self._archiver.on_mark_before_log_start(now_ms)
-            self._on_mark_checked()
+            self._on_archived_mark_checked()
         else:
             return False
         return True
 
-    def _on_mark_checked(self) -> None:
+    def _on_archived_mark_checked(self) -> None:
         """Settle or end the session, after a log was compared with the recorded archived mark."""
         if self._archiver.contradiction is not None:
-            self.end(SessionEnd(EndCause.REJECTED, self._archiver.contradiction))
+            self.end(SessionEnd(EndCause.UNSAFE, self._archiver.contradiction))
         else:
             self._settle_if_done()
 
@@ -627,13 +627,13 @@ class StoreSession:
     def _continue_without_batches(
         self, request: SessionRequest, error: WaltzError, now_ms: int
     ) -> bool:
-        """Continue the settlement without a replica that cannot return the batches in doubt.
+        """Continue the in-doubt queries without a replica that cannot return the batches in doubt.
 
         Return False if the error is not of this kind.
         """
-        if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
+        if request.correlation_id != IN_DOUBT_CORRELATION_ID or self._in_doubt_queries is None:
             return False
-        return self._settlement.on_batches_unreadable(error, now_ms)
+        return self._in_doubt_queries.on_batches_unreadable(error, now_ms)
 
     def _on_rival_found(self, peer: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has claimed this session's ID: ZooKeeper has issued it twice (row 15)."""
@@ -646,7 +646,7 @@ class StoreSession:
                 f"{self.claim.session_id} to another server, but ZooKeeper had no such "
                 "session: ZooKeeper's data was rolled back"
             )
-            self.end(SessionEnd(EndCause.REJECTED, reason, is_final=True))
+            self.end(SessionEnd(EndCause.UNSAFE, reason, is_final=True))
 
     def _on_replica_prepared(
         self, peer: ReplicaSession, answer: messages.Prepared, now_ms: int
@@ -661,7 +661,7 @@ class StoreSession:
         if reason is not None:
             if self.window is None and self.recovery.is_needed(peer.replica):
                 self.end(
-                    SessionEnd(EndCause.REJECTED, f"replica {peer.replica}: {reason}", peer.replica)
+                    SessionEnd(EndCause.UNSAFE, f"replica {peer.replica}: {reason}", peer.replica)
                 )
             else:
                 self._reject_replica(peer, reason, now_ms)
@@ -682,12 +682,12 @@ class StoreSession:
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
-            self.end(SessionEnd(EndCause.REJECTED, self.repairs.contradiction, is_final=True))
+            self.end(SessionEnd(EndCause.UNSAFE, self.repairs.contradiction, is_final=True))
         for replica, reason in self.repairs.take_failed_replicas():
             self._reject_replica(self.replicas[replica], reason, now_ms)
         if self.window is not None and self.ending is None:
             for peer in self.replicas.values():
-                if peer.stage in MARKED_STAGES:
+                if peer.stage in MARK_SET_STAGES:
                     self._send_from_window(peer, now_ms)
         if self._archiver.has_archive and self.is_settled and self.ending is None:
             assert self.window is not None
@@ -708,14 +708,14 @@ class StoreSession:
                 f"the log of the replicas ends at transaction {mark}, but "
                 f"{self.claim.highest_committed} was committed"
             )
-            self.end(SessionEnd(EndCause.REJECTED, reason))
+            self.end(SessionEnd(EndCause.UNSAFE, reason))
             return False
-        if mark < self._archiver.last:
+        if mark < self._archiver.archived_last:
             reason = (
-                f"the log of the replicas ends at transaction {mark}, but {self._archiver.last} "
-                "is archived"
+                f"the log of the replicas ends at transaction {mark}, but "
+                f"{self._archiver.archived_last} is archived"
             )
-            self.end(SessionEnd(EndCause.REJECTED, reason))
+            self.end(SessionEnd(EndCause.UNSAFE, reason))
             return False
         self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown_replicas))
         self.repairs.on_mark_decided(mark)
@@ -738,19 +738,19 @@ class StoreSession:
                 claim.follows_own_session,
             )
         )
-        self._settlement = Settlement(claim, mark, self.engaged)
+        self._in_doubt_queries = InDoubtQueries(claim, mark, self.engaged)
         self._archiver.begin(self.engaged, mark, now_ms)
-        self._settlement.begin(now_ms)
+        self._in_doubt_queries.begin(now_ms)
         self._settle_if_done()
 
     def _settle_if_done(self) -> None:
         """Settle the session if earlier sessions have outcomes and the archive matches the log."""
-        assert self._settlement is not None
-        is_done = self._settlement.outcome is not None and self._archiver.is_checked
+        assert self._in_doubt_queries is not None
+        is_done = self._in_doubt_queries.outcome is not None and self._archiver.is_checked
         if is_done and not self.is_settled:
-            assert self._settlement.outcome is not None
+            assert self._in_doubt_queries.outcome is not None
             self.is_settled = True
-            self._outbox.append(self._settlement.outcome)
+            self._outbox.append(self._in_doubt_queries.outcome)
 
     # -----------------------------------------------------------------------------------------
     # the live log
@@ -783,17 +783,17 @@ class StoreSession:
             self.claim.session_id, window.committed, window.committed_chain
         )
         self._outbox.append(committed)
-        needed = [peer.next_id for peer in self.replicas.values() if peer.stage in MARKED_STAGES]
+        needed = [peer.next_id for peer in self.replicas.values() if peer.stage in MARK_SET_STAGES]
         limits = self._limits
         window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
 
     def _stalled_at_ms(self) -> int | None:
         if self.window is None or self._limits.quorum_ms_max == 0:
             return None
-        oldest_sent_ms = self.window.oldest_submitted_ms
-        if oldest_sent_ms is None:
+        oldest_request_sent_ms = self.window.oldest_submitted_ms
+        if oldest_request_sent_ms is None:
             return None
-        return max(oldest_sent_ms, self._progress_ms) + self._limits.quorum_ms_max
+        return max(oldest_request_sent_ms, self._progress_ms) + self._limits.quorum_ms_max
 
     def _report(self, name: str, **fields: object) -> None:
         session = ("session", self.claim.session_id)

@@ -48,7 +48,7 @@ Life of a mount
 Life of a feed
     1. A mount with a feed *grants* a range of the log: it permits the server to send this range.
        Later feed requests grant further ranges. Each turn sends one frame to every client that has
-       a grant and is not congested (`Feed.deliver`).
+       a grant and is not congested (`ClientFeeds.deliver`).
     2. The headers come from the feed cache. The server fetches older headers from a replica, once
        for all clients at the same position.
     3. If a client does not read, its connection becomes congested. The server buffers at most one

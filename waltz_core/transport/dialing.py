@@ -80,7 +80,7 @@ async def send_token(link: "Link", token: Token) -> None:
         return
     link.send(credential)
     answer, *more = await link.receive()
-    error = authentication.error_in(answer)
+    error = authentication.error_in_answer(answer)
     if isinstance(error, Overloaded):
         raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
     if error is not None:

@@ -60,7 +60,7 @@ from waltz_core.transport.admission.port_limits import LinkLimits
 from waltz_core.transport.admission.throttle import Throttle
 from waltz_core.wire import authentication
 from waltz_core.wire.connection import (
-    FOUND_TLS,
+    FOUND_TLS_TEXT,
     SMALL_FRAME_BYTES_MAX,
     Connection,
     HelloReceived,
@@ -520,11 +520,11 @@ class Link:
 
     def _close_after_error(self, failed: RemoteProtocolError) -> None:
         """Close the link after a protocol error of the peer, and log the error."""
-        if str(failed) != FOUND_TLS:
+        if str(failed) != FOUND_TLS_TEXT:
             if tls.is_new_failure(self.host, tls.error_kind(str(failed))):
                 _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
         elif self._is_listener:  # a dialer raises an exception
-            tls.log_failure(self.host, FOUND_TLS)
+            tls.log_failure(self.host, FOUND_TLS_TEXT)
         self.abort(str(failed))
 
     def _frame_bytes_max(self) -> int:
@@ -537,7 +537,7 @@ class Link:
         """
         self._has_messages = True
         first = messages[0]
-        is_token = self._is_listener and isinstance(first, authentication.CREDENTIALS)
+        is_token = self._is_listener and isinstance(first, authentication.CREDENTIAL_TYPES)
         credential = cast("authentication.Credential", first) if is_token else None
         try:
             if credential is not None:
@@ -730,7 +730,7 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 def _connection_error(address: str, link: Link) -> WaltzError:
     """Return the error of a dial for a link that was closed before the peer's hello."""
     broken = link._connection.failure
-    if broken is not None and str(broken) == FOUND_TLS:
+    if broken is not None and str(broken) == FOUND_TLS_TEXT:
         return TlsFailed(f"{address}: {broken}. {dialing.TLS_HINT}")
     if link._has_tls_failed:
         return TlsFailed(f"{address}: {broken or link.closed_reason}")

@@ -43,13 +43,13 @@ class SlowAppends:
             ("count", self.count),
             ("first", self._first),
             ("last", self._last),
-            ("requests", _joined(self._runs, RUNS_IN_LINE_MAX)),
+            ("requests", _join_runs(self._runs, RUNS_IN_LINE_MAX)),
         )
 
 
 def request_ids_text(append: AppendRaw) -> str:
     """Return the request IDs of the records that an owner sends to a storage."""
-    return _joined(_runs_of_requests(append, RUNS_MAX + 1), RUNS_MAX)
+    return _join_runs(_runs_of_requests(append, RUNS_MAX + 1), RUNS_MAX)
 
 
 def _runs_of_requests(append: AppendRaw, count_max: int) -> list[str]:
@@ -75,12 +75,12 @@ def committed_ids_text(result: AppendResult) -> str:
         return "-"
     parts = np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1)
     runs = [_run(int(part[0]), int(part[-1])) for part in parts[: RUNS_MAX + 1]]
-    return _joined(runs, RUNS_MAX)
+    return _join_runs(runs, RUNS_MAX)
 
 
 def _run(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}..{last}"
 
 
-def _joined(runs: list[str], count_max: int) -> str:
+def _join_runs(runs: list[str], count_max: int) -> str:
     return ",".join([*runs[:count_max], "..."] if len(runs) > count_max else runs)

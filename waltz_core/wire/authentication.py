@@ -31,9 +31,9 @@ from waltz_core.wire.messages import (
 )
 
 Credential: TypeAlias = Authenticate | AuthenticateAtStorage | AuthenticateForAdmin
-CREDENTIALS: Final = (Authenticate, AuthenticateAtStorage, AuthenticateForAdmin)
+CREDENTIAL_TYPES: Final = (Authenticate, AuthenticateAtStorage, AuthenticateForAdmin)
 
-_REQ_ID: Final = ReqId(ClientId(-1), Generation(-1), PartitionId(-1), -1)
+_NO_REQ_ID: Final = ReqId(ClientId(-1), Generation(-1), PartitionId(-1), -1)
 
 
 def credential_message(protocol: WireProtocol, version: int, secret: bytes) -> Credential | None:
@@ -45,7 +45,7 @@ def credential_message(protocol: WireProtocol, version: int, secret: bytes) -> C
     credential: Credential
     match protocol:
         case WireProtocol.CLIENT:
-            credential = Authenticate(_REQ_ID, secret)
+            credential = Authenticate(_NO_REQ_ID, secret)
         case WireProtocol.STORAGE:
             credential = AuthenticateAtStorage(-1, -1, -1, secret)
         case _:
@@ -81,7 +81,7 @@ def rejected_answer(message: Message, version: int | None, error: WaltzError) ->
     return AdminRejected(message.sequence, error.code, str(error))
 
 
-def error_in(answer: Message) -> WaltzError | None:
+def error_in_answer(answer: Message) -> WaltzError | None:
     """Return the error in the listener's answer; None if the listener has accepted the token."""
     match answer:
         case Authenticated() | SuccessResponse() | Done():

@@ -24,9 +24,9 @@ from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.wire import admin_messages, messages
 from waltz_core.wire.fields import (
-    EMPTY,
-    FIXED,
-    VARIABLE,
+    EMPTY_VALUES,
+    FIXED_FORMATS,
+    VARIABLE_FORMATS,
     FieldReader,
     FieldWriter,
     read_count,
@@ -37,7 +37,7 @@ from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, WireProt
 FRAME_HEADER: Final = struct.Struct(">Bhi")  # magic, version, payload length
 HELLO_VERSION: Final = 0
 _INT32: Final = struct.Struct(">i")
-_SHORT: Final = struct.Struct(">h")
+_INT16: Final = struct.Struct(">h")
 assert FRAME_HEADER.size == 7
 
 
@@ -76,9 +76,9 @@ def decode_hello(payload: Buffer) -> Hello:
     view = memoryview(payload)
     values: list[Any] = []
     try:
-        count, offset = read_count(view, 0, _SHORT.size)
+        count, offset = read_count(view, 0, _INT16.size)
         versions = struct.unpack_from(f">{count}h", view, offset)
-        offset = read_text(view, offset + count * _SHORT.size, values)
+        offset = read_text(view, offset + count * _INT16.size, values)
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"the hello message cannot be decoded: {error}") from error
     if offset != len(view):
@@ -237,7 +237,7 @@ def _make_layout(message_class: type[Message], version: int) -> _MessageLayout:
         if field.metadata.get("since", 0) > version:
             end_run()
             write, read = _absent_field(field, kind)
-        elif kind in FIXED:
+        elif kind in FIXED_FORMATS:
             run.append((field.name, kind))
             continue
         else:
@@ -258,16 +258,20 @@ def _make_layout(message_class: type[Message], version: int) -> _MessageLayout:
 
 def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldReader]:
     """Return the writer and the reader of neighboring fields of fixed size."""
-    layout = struct.Struct(">" + "".join(FIXED[kind].letter for _, kind in run))
+    layout = struct.Struct(">" + "".join(FIXED_FORMATS[kind].letter for _, kind in run))
     pack, unpack_from, size = layout.pack, layout.unpack_from, layout.size
     names = [name for name, _ in run]
     get = attrgetter(*names)
     is_single = len(names) == 1
     value_encoders = [
-        (i, FIXED[kind].to_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].to_wire
+        (i, FIXED_FORMATS[kind].to_wire)
+        for i, (_, kind) in enumerate(run)
+        if FIXED_FORMATS[kind].to_wire
     ]
     value_decoders = [
-        (i, FIXED[kind].from_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].from_wire
+        (i, FIXED_FORMATS[kind].from_wire)
+        for i, (_, kind) in enumerate(run)
+        if FIXED_FORMATS[kind].from_wire
     ]
 
     def write(message: Message, out: FieldWriter) -> None:
@@ -296,7 +300,7 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
 
 
 def _variable_field(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
-    put, read = VARIABLE[kind]
+    put, read = VARIABLE_FORMATS[kind]
     get = attrgetter(name)
 
     def write(message: Message, out: FieldWriter) -> None:
@@ -312,7 +316,7 @@ def _absent_field(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Wr
     value. If the field is extra, the writer accepts any value and does not send it.
     """
     is_extra = field.metadata.get("is_extra", False)
-    empty = field.default if is_extra else EMPTY[kind]
+    empty = field.default if is_extra else EMPTY_VALUES[kind]
     get = attrgetter(field.name)
 
     def write(message: Message, _out: FieldWriter) -> None:

@@ -45,8 +45,8 @@ SMALL_FRAME_BYTES_MAX: Final = 64 * 1024
 _READ_BUFFER_BYTES: Final = 64 * 1024
 _READ_BUFFERS_KEPT_MAX: Final = 16
 # The first bytes of a TLS peer: the record type (alert or handshake), and the major version 3.
-_TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
-FOUND_TLS: Final = "expected plain TCP, found TLS"
+_TLS_RECORD_STARTS: Final = ((0x15, 3), (0x16, 3))
+FOUND_TLS_TEXT: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < HELLO_BYTES_MAX < _READ_BUFFER_BYTES
 _OLD_PEER_HINTS: Final = {
     WireProtocol.CLIENT: "servers before version 2 do not support append locks, and servers "
@@ -251,8 +251,8 @@ class Connection:
             protocol, version, limit = WireProtocol.HELLO, codec.HELLO_VERSION, HELLO_BYTES_MAX
         else:
             protocol, version, limit = self.protocol, self.version, self._frame_bytes_max
-        if self.version is None and (header.magic, header.version >> 8) in _TLS_RECORDS:
-            raise RemoteProtocolError(FOUND_TLS)
+        if self.version is None and (header.magic, header.version >> 8) in _TLS_RECORD_STARTS:
+            raise RemoteProtocolError(FOUND_TLS_TEXT)
         if header.magic != protocol.magic or header.version != version:
             raise RemoteProtocolError(
                 f"expected a frame of protocol {chr(protocol.magic)!r} version {version}, "

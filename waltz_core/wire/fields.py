@@ -29,11 +29,11 @@ from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, Buffer, FieldK
 
 _INT32: Final = struct.Struct(">i")
 _UINT32: Final = struct.Struct(">I")
-_LINEAGE_ENTRY: Final = struct.Struct(">qqqq16s")
+_LINEAGE_ENTRY_STRUCT: Final = struct.Struct(">qqqq16s")
 # The maximum size of a byte field that is copied and joined with its neighbors. For a larger field,
 # a separate buffer costs less than the copy.
 _INLINE_BYTES_MAX: Final = 2048
-assert _LINEAGE_ENTRY.size == 48
+assert _LINEAGE_ENTRY_STRUCT.size == 48
 
 
 class FieldWriter:
@@ -95,7 +95,7 @@ def _is_one(value: int) -> bool:
     return value == 1
 
 
-FIXED: Final[dict[FieldKind, FixedFormat]] = {
+FIXED_FORMATS: Final[dict[FieldKind, FixedFormat]] = {
     FieldKind.BOOL: FixedFormat("B", int, _is_one),
     FieldKind.INT8: FixedFormat("b"),
     FieldKind.INT32: FixedFormat("i"),
@@ -250,17 +250,17 @@ def _read_bool(view: memoryview, offset: int) -> tuple[bool, int]:
 
 
 def _put_lineage_entry(value: LineageEntry, out: FieldWriter) -> None:
-    out.small_bytes += _LINEAGE_ENTRY.pack(*value[:4], _sixteen_bytes(value.chain))
+    out.small_bytes += _LINEAGE_ENTRY_STRUCT.pack(*value[:4], _sixteen_bytes(value.chain))
 
 
 def _read_lineage_entry(view: memoryview, offset: int, values: list[Any]) -> int:
-    first, last, session, stamp_ms, chain = _LINEAGE_ENTRY.unpack_from(view, offset)
+    first, last, session, stamp_ms, chain = _LINEAGE_ENTRY_STRUCT.unpack_from(view, offset)
     values.append(
         LineageEntry(
             TransactionId(first), TransactionId(last), SessionId(session), stamp_ms, Chain(chain)
         )
     )
-    return offset + _LINEAGE_ENTRY.size
+    return offset + _LINEAGE_ENTRY_STRUCT.size
 
 
 def _put_record(value: Record, out: FieldWriter) -> None:
@@ -358,7 +358,7 @@ def _read_stack_frame(view: memoryview, offset: int, values: list[Any]) -> int:
     return offset + _INT32.size
 
 
-VARIABLE: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
+VARIABLE_FORMATS: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
     FieldKind.BLOB: (_put_blob, _read_blob),
     FieldKind.TEXT: (_put_text, read_text),
     FieldKind.TEXT_OR_NULL: (_put_text_or_null, _read_text_or_null),
@@ -374,5 +374,5 @@ VARIABLE: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
     FieldKind.STACK: _tuple_layout(_put_stack_frame, _read_stack_frame, 16),
 }
 # The value that a reader returns for a field of a newer version, which the peer did not send.
-EMPTY: Final[dict[FieldKind, object]] = {FieldKind.INT32S: ()}
-assert FIXED.keys() | VARIABLE.keys() == set(FieldKind), "a kind has no layout"
+EMPTY_VALUES: Final[dict[FieldKind, object]] = {FieldKind.INT32S: ()}
+assert FIXED_FORMATS.keys() | VARIABLE_FORMATS.keys() == set(FieldKind), "a kind has no layout"

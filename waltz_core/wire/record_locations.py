@@ -26,9 +26,9 @@ from waltz_core.wire.messages import Buffer
 LOCATIONS: Final = 2
 # The maximum size of the records in one answer, in bytes: their lengths need memory.
 LOCATIONS_BYTES_MAX: Final = 64 * 1024 * 1024
-_LOCATION: Final = Struct(">qqq")
-_SEGMENT: Final = Struct(">iq")
-SEGMENT_REQUEST_BYTES: Final = _SEGMENT.size
+_LOCATION_STRUCT: Final = Struct(">qqq")
+_SEGMENT_REQUEST_STRUCT: Final = Struct(">iq")
+SEGMENT_REQUEST_BYTES: Final = _SEGMENT_REQUEST_STRUCT.size
 TICKET_BYTES: Final = 24
 
 
@@ -42,7 +42,7 @@ class FileLocation(NamedTuple):
 
 def encode_locations(locations: Iterable[FileLocation]) -> bytes:
     """Encode the locations, 24 bytes each."""
-    return b"".join(_LOCATION.pack(*location) for location in locations)
+    return b"".join(_LOCATION_STRUCT.pack(*location) for location in locations)
 
 
 def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, ...]:
@@ -50,14 +50,14 @@ def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, 
 
     `records_bytes` is the expected sum of their sizes.
     """
-    if len(packed) % _LOCATION.size:
+    if len(packed) % _LOCATION_STRUCT.size:
         raise BadFormat(
-            f"locations of records: expected {_LOCATION.size} bytes each, found "
+            f"locations of records: expected {_LOCATION_STRUCT.size} bytes each, found "
             f"{len(packed)} bytes in total"
         )
     locations = tuple(
         FileLocation(TransactionId(segment), offset, size)
-        for segment, offset, size in _LOCATION.iter_unpack(packed)
+        for segment, offset, size in _LOCATION_STRUCT.iter_unpack(packed)
     )
     for location in locations:
         if location.segment < 0 or location.offset < 0 or location.size <= 0:
@@ -84,7 +84,7 @@ def socket_name_of(cluster_key: bytes, address: str, *, with_tickets: bool) -> s
 
 def encode_segment(partition_id: PartitionId, segment: TransactionId, ticket: bytes) -> bytes:
     """Encode the request for a segment file; without access control, the ticket is empty."""
-    return _SEGMENT.pack(partition_id, segment) + ticket
+    return _SEGMENT_REQUEST_STRUCT.pack(partition_id, segment) + ticket
 
 
 def decode_segment(request: bytes) -> tuple[PartitionId, TransactionId, bytes]:
@@ -92,5 +92,5 @@ def decode_segment(request: bytes) -> tuple[PartitionId, TransactionId, bytes]:
 
     The ticket consists of all bytes after `SEGMENT_REQUEST_BYTES`.
     """
-    partition_id, segment = _SEGMENT.unpack_from(request)
+    partition_id, segment = _SEGMENT_REQUEST_STRUCT.unpack_from(request)
     return PartitionId(partition_id), TransactionId(segment), request[SEGMENT_REQUEST_BYTES:]

@@ -23,7 +23,7 @@ from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
-from waltz_core.server.locking.pending_appends import LARGE_BYTES
+from waltz_core.server.locking.pending_appends import LARGE_REQUEST_BYTES_MIN
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
     ConnectionClosed,
@@ -335,7 +335,7 @@ class SimServer(Process):
         if isinstance(message, AppendBatch):
             cost_bytes += len(message.payload)
             if self.cluster.setup.has_large_batches:
-                cost_bytes += LARGE_BYTES
+                cost_bytes += LARGE_REQUEST_BYTES_MIN
         elif isinstance(message, AppendRequest):
             cost_bytes += len(message.data)
         if self.partition is None:

@@ -248,7 +248,7 @@ class SimStorage(Process):
                 self.call_after_us(REOPEN_DELAY_US, self.apply_assignment)
             return
         self.start_error = None
-        log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
+        log.lock_block_file.file_bytes_max = LOCK_FILE_BYTES_MAX
         assert self.service is not None
         self._checks.on_log_opened(self, log, bytes_before)
         self._step(service.PartitionOpened(log))

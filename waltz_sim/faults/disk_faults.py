@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.records.lock_blocks import LogEnd, encode
 from waltz_core.records.record import BEFORE_FIRST, Chain, TransactionId
-from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME
+from waltz_core.storage.files.control_file import CONTROL_FILE_NAME, SLOTS_FILE_NAME
 from waltz_core.storage.files.format import SLOT_BLOCK_BYTES
-from waltz_core.storage.files.lock_file import LOCKS_NAME
-from waltz_core.storage.service.storage_engine import STORAGE_ID_NAME
+from waltz_core.storage.files.lock_block_file import LOCKS_FILE_NAME
+from waltz_core.storage.service.storage_engine import STORAGE_ID_FILE_NAME
 from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.cluster.simulated_storages import (
     EMPTY_CONTENTS,
@@ -178,7 +178,7 @@ def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
 def _is_own_copy(cluster: SimCluster, other: SimStorage, storage: SimStorage) -> bool:
     """Whether a disk is an older copy of the storage's own disk (data_loss_budget.py, rule 2)."""
     path, own_id = (
-        STORAGE_DIRECTORY / STORAGE_ID_NAME,
+        STORAGE_DIRECTORY / STORAGE_ID_FILE_NAME,
         cluster.coordinator.storage_ids.get(storage.replica),
     )
     return own_id is None or (
@@ -319,14 +319,14 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
         at = SLOT_BLOCK_BYTES * rng.randrange(2) + rng.randrange(200)
         storage.disk.flip_bits(path, min(at, size - 1))
 
-    return _damage_file(cluster, rng, corrupt_slot, names=(SLOTS_NAME,))
+    return _damage_file(cluster, rng, corrupt_slot, names=(SLOTS_FILE_NAME,))
 
 
 def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
     """Lose, cut, mix up, revert or replace the lock files; this must do no harm."""
     storage = choose_storage(cluster, rng)
     disk = storage.disk
-    paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
+    paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_FILE_NAME)]
     paths = [path for path in paths if disk.visible_content(path)]
     if not paths:
         return False
@@ -339,7 +339,7 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
         keep_down(cluster, storage, rng.randrange(1, 300))
         disk.remove(path)
         if damage == "foreign":
-            disk.write_durably(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
+            disk.write_durably(path.with_name(LOCKS_FILE_NAME), _foreign_blocks(last, rng))
     elif damage == "cut":
         disk.shorten_file(path, rng.randrange(len(content)))
     elif damage == "old":
@@ -402,11 +402,11 @@ def _damageable_files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[
             ".reserve"
         ):
             continue
-        if path.name.startswith(LOCKS_NAME):
+        if path.name.startswith(LOCKS_FILE_NAME):
             continue  # No promise depends on the lock files; see `spoiled_locks`.
         if not names or path.name in names:
             kinds.setdefault(
-                path.suffix if path.parent != STORAGE_DIRECTORY else CONTROL_NAME, []
+                path.suffix if path.parent != STORAGE_DIRECTORY else CONTROL_FILE_NAME, []
             ).append(path)
     most = max((len(paths) for paths in kinds.values()), default=0)
     return [path for paths in kinds.values() for path in paths * (most // len(paths))]

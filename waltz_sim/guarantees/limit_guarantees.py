@@ -12,9 +12,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import session_events
-from waltz_core.server.locking.lock_table_loader import IN_FLIGHT_MAX
+from waltz_core.server.locking.lock_table_loader import FETCHES_IN_FLIGHT_MAX
 from waltz_core.server.read.read_ahead import PREFETCH_BYTES_MAX
-from waltz_core.storage.service.lane import REQUEST_BYTES
+from waltz_core.storage.service.lane import REQUEST_OVERHEAD_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class LimitGuarantees:
         # Each of two sessions may exceed the limit of the queue by two amounts: the records that it
         # sends before an answer arrives (the lag), and one more read, because only the arrival of
         # this read pauses the connection. A read counts with the size of its answer. The queue also
-        # counts `REQUEST_BYTES` for each request, which the comparison below subtracts.
+        # counts `REQUEST_OVERHEAD_BYTES` for each request, which the comparison below subtracts.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + PREFETCH_BYTES_MAX)
         held = service.queue_limits
         for queued_bytes in (held.owner_bytes, held.reader_bytes):
-            if queued_bytes - REQUEST_BYTES * service.queued_count > limit:
+            if queued_bytes - REQUEST_OVERHEAD_BYTES * service.queued_count > limit:
                 self._state.fail(
                     "Bounded", f"{storage.name}: {queued_bytes} bytes queued, {limit} allowed"
                 )
@@ -121,7 +121,7 @@ class LimitGuarantees:
         )
         fetches, concurrent_fetches_max = (
             server.fetch_count,
-            limits.concurrent_fetches_max + IN_FLIGHT_MAX,
+            limits.concurrent_fetches_max + FETCHES_IN_FLIGHT_MAX,
         )
         if queued > queued_max:
             self._fail_over_limit(server, f"{queued} bytes queued, {queued_max} allowed")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from waltz_core.errors import DiskFailed, NoSpace
-from waltz_core.storage.disk.file_system import make_with_parents
+from waltz_core.storage.disk.file_system import make_directory_with_parents
 from waltz_sim.world.inode import SECTOR_BYTES
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
@@ -230,7 +230,9 @@ class RecordingDisk:
 
     def make_directory(self, directory: Path) -> None:
         """Create a directory and its parents, durably."""
-        make_with_parents(self, directory, self._make_single_directory, self.sync_directory)
+        make_directory_with_parents(
+            self, directory, self._make_single_directory, self.sync_directory
+        )
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
         """Create several directories in a directory, durably."""

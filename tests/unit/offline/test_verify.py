@@ -20,7 +20,7 @@ from tests.storage_model import ROOT
 from tests.storage_model import encode_record as make_record
 from waltz_core.errors import BadRequest, DiskFailed
 from waltz_core.offline.files import OpenFile, hold_shared_locks
-from waltz_core.offline.layout import UNBATCHED, crc32
+from waltz_core.offline.layout import UNBATCHED_CHAIN, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.offline.verify_control import read_slots
 from waltz_core.storage.disk.file_system import RealDisk
@@ -327,7 +327,7 @@ def test_unbatched_records_are_valid_if_the_acked_marker_confirms_them(storage):
     """The acked marker confirms these records, although they have no batches."""
     write_slot(
         storage,
-        acked=AckedMarker(35, UNBATCHED),
+        acked=AckedMarker(35, UNBATCHED_CHAIN),
         nonce=bytes(16),
         provisional=ProvisionalMark(1, 50),
     )
@@ -338,7 +338,7 @@ def test_unbatched_records_are_valid_if_the_acked_marker_confirms_them(storage):
     )
     ends = f"{THREE}.chn: no batch has records 23..35"
     assert verification_texts(storage) == ([], [ends, f"{SLOTS}: {writes}"])
-    write_slot(storage, acked=AckedMarker(36, UNBATCHED))
+    write_slot(storage, acked=AckedMarker(36, UNBATCHED_CHAIN))
     found_text = f"{SLOTS}: the log ends at transaction 35, below its acked ID 36"
     assert verification_texts(storage)[0] == [found_text]
 

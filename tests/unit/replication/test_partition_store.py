@@ -262,7 +262,7 @@ def with_foreign_ids_in_doubt():
     return world
 
 
-def open_until_settlement_reads(world):
+def open_until_in_doubt_query(world):
     """Open a session that has to read from a replica; return this replica."""
     opened_count = len(world.all_reported(SessionOpened))
     while len(world.all_reported(SessionOpened)) == opened_count:
@@ -289,7 +289,7 @@ def test_unknown_outcomes_are_settled_by_store_session_not_by_id():
 def test_outcomes_in_doubt_are_settled_by_the_next_session_if_the_session_is_lost():
     world = with_foreign_ids_in_doubt()
     settled_count = len(world.all_reported(SessionSettled))
-    world.lose(open_until_settlement_reads(world))
+    world.lose(open_until_in_doubt_query(world))
     assert len(world.all_reported(SessionSettled)) == settled_count
     world.reopen()
     assert world.all_reported(SessionSettled)[-1].committed_last == -1
@@ -299,7 +299,7 @@ def test_outcomes_in_doubt_are_settled_by_the_next_session_if_the_session_is_los
 
 def test_outcomes_of_expired_batches_remain_unknown():
     world = with_foreign_ids_in_doubt()
-    supplier = open_until_settlement_reads(world)
+    supplier = open_until_in_doubt_query(world)
     while world.all_sent(wire.LineageRequest)[-1].first != 0:
         world.deliver(supplier)  # the stamp at the mark comes first
     requests = world.all_sent(wire.LineageRequest)[-1]
@@ -322,11 +322,11 @@ def test_a_new_owner_learns_the_last_commit_stamp_of_the_log(world):
     assert other.all_reported(SessionSettled) == [SessionSettled(1, 2, 7_000)]
 
 
-def test_a_replica_that_does_not_answer_settlement_reads_is_dropped(world):
+def test_a_replica_that_does_not_answer_an_in_doubt_query_is_dropped(world):
     world.append()
     other = world.other_server()
     other.take_ownership(generation=2)
-    supplier = open_until_settlement_reads(other)
+    supplier = open_until_in_doubt_query(other)
     other.silent.add(supplier)
     other.run()
     assert other.store.open_session_id is None
@@ -582,7 +582,7 @@ def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
     for _ in range(20):
         world.run()
         world.wait(50)
-    assert world.store.session.replicas[D].is_marked
+    assert world.store.session.replicas[D].is_mark_set
     assert world.store.open_session_id is None
     world.down = {C}
     world.wait(1_000)

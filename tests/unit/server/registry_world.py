@@ -85,7 +85,7 @@ class ServedWrites:
 
     async def read_tasks(self, write):
         tasks = await self._coordinator.writes.read_tasks(write)
-        assert (await self._requests.tasks(write)).numbers == tuple(tasks)
+        assert (await self._requests.tasks(write)).task_numbers == tuple(tasks)
         return tasks
 
     async def forget_expired(self):

@@ -27,7 +27,7 @@ from waltz_core.replication.session_events import Batch, SessionOpened
 from waltz_core.server.append.large_batch_throttle import (
     PAUSE_MS_MAX,
     PIECE_BYTES,
-    SHARED_MS,
+    SHARED_PERIOD_MS,
     LargeBatchThrottle,
 )
 from waltz_core.server.append.mounts import Mounts
@@ -40,7 +40,7 @@ from waltz_core.server.append.outcomes import (
 )
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.lock_table_loader import HOLD_APPENDS_MS_MAX
-from waltz_core.server.locking.pending_appends import LARGE_BYTES
+from waltz_core.server.locking.pending_appends import LARGE_REQUEST_BYTES_MIN
 from waltz_core.server.partition_events import ConnectionId, Fetch, PartitionLimits, SendToClient
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -545,13 +545,13 @@ def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
     assert results(world.early) == {rejected: [(-1, RowOutcomeCode.OVERLOADED, -1)] * 2}
 
 
-LARGE = bytes(LARGE_BYTES)
+LARGE = bytes(LARGE_REQUEST_BYTES_MIN)
 
 
 def test_large_requests_wait_while_the_in_flight_window_is_full() -> None:
-    world = World(PartitionLimits(lock_slot_count=11, in_flight_bytes_max=LARGE_BYTES))
-    world.single(data=LARGE, cost=LARGE_BYTES)
-    world.single(data=LARGE, cost=LARGE_BYTES)
+    world = World(PartitionLimits(lock_slot_count=11, in_flight_bytes_max=LARGE_REQUEST_BYTES_MIN))
+    world.single(data=LARGE, cost=LARGE_REQUEST_BYTES_MIN)
+    world.single(data=LARGE, cost=LARGE_REQUEST_BYTES_MIN)
     world.turn()
     assert not world.wants_turn
     assert len(world.submitted) == 1
@@ -568,7 +568,7 @@ def test_large_requests_wait_while_the_in_flight_window_is_full() -> None:
 def test_a_large_request_is_sent_alone() -> None:
     world = World()
     world.single()
-    world.single(BOB, data=LARGE, cost=LARGE_BYTES)
+    world.single(BOB, data=LARGE, cost=LARGE_REQUEST_BYTES_MIN)
     world.single()
     assert [batch.last - batch.first + 1 for batch in world.turns()] == [1, 1, 1]
 
@@ -576,11 +576,11 @@ def test_a_large_request_is_sent_alone() -> None:
 def test_large_requests_run_one_at_a_time_while_small_ones_wait() -> None:
     world = World()
     for _ in range(4):
-        world.single(data=LARGE, cost=LARGE_BYTES)
+        world.single(data=LARGE, cost=LARGE_REQUEST_BYTES_MIN)
     assert len(world.turns()) == 4
     world.commit()
     for _ in range(3):
-        world.single(data=LARGE, cost=LARGE_BYTES)
+        world.single(data=LARGE, cost=LARGE_REQUEST_BYTES_MIN)
     world.turn()
     world.single(BOB)
     assert len(world.turns()) == 1
@@ -596,7 +596,7 @@ def test_large_requests_run_one_at_a_time_while_small_ones_wait() -> None:
     world.now_ms = at_ms
     assert len(world.turns()) == 1
     world.commit()
-    world.now_ms = 4 + SHARED_MS
+    world.now_ms = 4 + SHARED_PERIOD_MS
     assert len(world.turns()) == 1
 
 

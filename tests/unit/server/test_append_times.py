@@ -12,19 +12,22 @@ def test_the_latency_of_a_storage_is_the_median_of_its_mean_in_each_second() -> 
         for _partition in range(2):
             times.add(SLOW, [100, 300], second * 1000)
             times.add(FAST, [1, 2], second * 1000)
-    assert times.recent(19_500) == [AppendTime(SLOW, 20, 200_000), AppendTime(FAST, 20, 1_500)]
+    assert times.recent_append_times(19_500) == [
+        AppendTime(SLOW, 20, 200_000),
+        AppendTime(FAST, 20, 1_500),
+    ]
 
 
 def test_a_storage_that_was_frozen_once_is_not_slow() -> None:
     times = AppendTimes()
     for second in range(20):
         times.add(SLOW, [8_000] * 64 if second == 9 else [2], second * 1000)
-    assert times.recent(20_000) == [AppendTime(SLOW, 20, 2_000)]
+    assert times.recent_append_times(20_000) == [AppendTime(SLOW, 20, 2_000)]
 
 
 def test_times_older_than_the_window_are_forgotten() -> None:
     times = AppendTimes()
     times.add(SLOW, [500], 0)
     times.add(SLOW, [4], 30_000)
-    assert times.recent(WINDOW_S * 1000) == [AppendTime(SLOW, 1, 4_000)]
-    assert times.recent(2 * WINDOW_S * 1000) == []
+    assert times.recent_append_times(WINDOW_S * 1000) == [AppendTime(SLOW, 1, 4_000)]
+    assert times.recent_append_times(2 * WINDOW_S * 1000) == []

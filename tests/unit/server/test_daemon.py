@@ -151,11 +151,13 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
         return [(STORAGES[0], True), *((str(each), reached[each]) for each in reached)]
 
     server.check_connectivity = check  # type: ignore[method-assign]
-    await server.prefer([PartitionId(1), PartitionId(0)], [])
+    await server.change_preferences([PartitionId(1), PartitionId(0)], [])
     assert await server._hand_over_partition(PartitionId(0), Generation(1))
     # In the meantime a command prefers another partition; this must not restore the failing one.
-    await server.prefer([PartitionId(3)], [])
-    restore_task = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    await server.change_preferences([PartitionId(3)], [])
+    restore_task = asyncio.get_running_loop().create_task(
+        server._restore_preferences_periodically()
+    )
     for _ in range(3):
         await checks.acquire()
     assert coordinator.preferred == [(1, 0), (1, 3)]
@@ -175,14 +177,16 @@ async def test_a_preference_that_was_removed_is_not_restored(
 
     async def check() -> list[tuple[str, bool]]:
         # While the storages are queried, a command removes the preference.
-        await server.prefer([], [PartitionId(0)])
+        await server.change_preferences([], [PartitionId(0)])
         checked.set()
         return [(str(storage), True) for storage in STORAGES]
 
     server.check_connectivity = check  # type: ignore[method-assign]
-    await server.prefer([PartitionId(1), PartitionId(0)], [])
+    await server.change_preferences([PartitionId(1), PartitionId(0)], [])
     assert await server._hand_over_partition(PartitionId(0), Generation(1))
-    restore_task = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    restore_task = asyncio.get_running_loop().create_task(
+        server._restore_preferences_periodically()
+    )
     await checked.wait()
     await pass_turns()
     assert coordinator.preferred == [(1, 0), (1,)]

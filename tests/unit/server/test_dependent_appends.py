@@ -238,7 +238,7 @@ def test_the_number_of_remembered_locks_is_limited(monkeypatch):
 
 
 def test_predecessors_of_forgotten_locks_are_not_returned(monkeypatch):
-    monkeypatch.setattr(dependent_appends, "REMEMBERED_COUNT_MAX", 2)
+    monkeypatch.setattr(dependent_appends, "REMEMBERED_TRANSACTIONS_MAX", 2)
     world, _ = in_flight()
     for _ in range(2):
         world.single(append=[HOT])

@@ -21,7 +21,12 @@ from waltz_core.server.partition_events import (
     RequestReceived,
     SendToClient,
 )
-from waltz_core.server.read.feeds import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountCaughtUp
+from waltz_core.server.read.feeds import (
+    FRAMES_PER_TURN_MAX,
+    ClientFeeds,
+    FetchHeaders,
+    MountCaughtUp,
+)
 from waltz_core.wire.messages import (
     FeedBatch,
     FeedRequest,
@@ -49,8 +54,8 @@ def headers(first: int, last: int) -> bytes:
     return b"".join(number.to_bytes(FEED_HEADER_BYTES, "big") for number in range(first, last + 1))
 
 
-def feed(mark: int, *, cached_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
-    new_feed = Feed(
+def feed(mark: int, *, cached_from: int = 0, frame: int = 10, grant: int = 100) -> ClientFeeds:
+    new_feed = ClientFeeds(
         PartitionLimits(
             lock_slot_count=11, feed_frame_count_max=frame, feed_request_count_min=grant
         ),
@@ -64,12 +69,12 @@ def req_id(client: int) -> ReqId:
     return ReqId(ClientId(client), Generation(0), PartitionId(0), 1)
 
 
-def mount(each: Feed, client: int, mark: int, until: int) -> None:
+def mount(each: ClientFeeds, client: int, mark: int, until: int) -> None:
     request = RequestReceived(ConnectionId(client), MountRequest(req_id(client), mark, 1), 50, 0)
     each.mount(request, mark=TransactionId(mark), until=TransactionId(until))
 
 
-def grant(each: Feed, client: int, mark: int) -> bool:
+def grant(each: ClientFeeds, client: int, mark: int) -> bool:
     request = RequestReceived(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
     return each.grant(request, mark=TransactionId(mark))
 
@@ -89,7 +94,7 @@ def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
     return found
 
 
-def deliver_all(each: Feed) -> list[object]:
+def deliver_all(each: ClientFeeds) -> list[object]:
     out: list[object] = []
     while each.has_work:
         out += each.deliver()
@@ -243,7 +248,7 @@ def test_abandoning_the_feed_returns_the_waiting_requests() -> None:
 # filters: the header of each ID is the ID (see `HeaderCache`)
 
 
-def mount_with_filter(each: Feed, client: int, mark: int, until: int, *values: int) -> None:
+def mount_with_filter(each: ClientFeeds, client: int, mark: int, until: int, *values: int) -> None:
     message = MountWriter(req_id(client), 1, mark, wants_feed=True, header_values=values)
     request = RequestReceived(ConnectionId(client), message, 50, 0)
     each.mount(request, mark=TransactionId(mark), until=TransactionId(until))

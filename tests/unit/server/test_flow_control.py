@@ -143,12 +143,12 @@ def test_over_the_memory_limit_the_largest_connection_is_paused() -> None:
     machine.receive(B, [batch(3_000)])
     machine.admit(A)
     machine.admit(B)
-    assert machine.balance() == [A]
+    assert machine.apply_memory_limit() == [A]
     assert not machine.may_read(A)
     assert machine.may_read(B)
-    assert machine.balance() == []
+    assert machine.apply_memory_limit() == []
     machine.on_answered(B, 3_000 + OVERHEAD)
-    assert machine.balance() == [A]
+    assert machine.apply_memory_limit() == [A]
     assert machine.may_read(A)
 
 
@@ -157,7 +157,7 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
     machine.receive(A, [batch(3_000)])
     machine.receive(B, [batch(4_000)])
     machine.receive(C, [batch(100)])
-    assert machine.balance() == [B, A]
+    assert machine.apply_memory_limit() == [B, A]
     assert machine.may_read(C) is False  # a request of C is waiting
     machine.admit(C)
     assert machine.may_read(C)

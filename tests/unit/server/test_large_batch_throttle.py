@@ -10,7 +10,7 @@ from waltz_core.server.append.large_batch_throttle import (
     PAUSE_MS_MAX,
     PIECE_BYTES,
     PIECE_WAIT_MS_MAX,
-    SHARED_MS,
+    SHARED_PERIOD_MS,
     LargeBatchThrottle,
 )
 from waltz_core.server.partition_events import ConnectionId
@@ -33,7 +33,7 @@ def shared_throttle(now_ms: int = 0) -> LargeBatchThrottle:
         ([0, 1, 2], None, None),
         ([], None, (MODEST, 2)),
         ([0], None, (FLOOD, 1)),
-        ([0], 5, (MODEST, SHARED_MS)),
+        ([0], 5, (MODEST, SHARED_PERIOD_MS)),
     ],
     ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
 )
@@ -103,10 +103,10 @@ def test_the_wait_for_a_hanging_piece_is_limited() -> None:
 
 def test_large_batches_are_not_split_after_a_time_without_small_requests() -> None:
     throttle = shared_throttle(50)
-    assert throttle.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
-    throttle.on_large_batch_started(FLOOD, 50 + SHARED_MS)
-    assert throttle.large_allowed_at_ms(50 + SHARED_MS) == 50 + SHARED_MS
-    assert throttle.piece_bytes(50 + SHARED_MS) is None
+    assert throttle.piece_bytes(50 + SHARED_PERIOD_MS - 1) == PIECE_BYTES
+    throttle.on_large_batch_started(FLOOD, 50 + SHARED_PERIOD_MS)
+    assert throttle.large_allowed_at_ms(50 + SHARED_PERIOD_MS) == 50 + SHARED_PERIOD_MS
+    assert throttle.piece_bytes(50 + SHARED_PERIOD_MS) is None
 
 
 def throttle_with_latencies(took_ms: list[int]) -> LargeBatchThrottle:
@@ -175,7 +175,7 @@ def throttle_after_flood(for_ms: int) -> LargeBatchThrottle:
 
 
 def test_during_a_flood_the_baseline_is_kept_for_a_while() -> None:
-    throttle = throttle_after_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
+    throttle = throttle_after_flood(BASELINE_KEPT_MS - 2 * SHARED_PERIOD_MS)
     factor = throttle.pause_factor
     throttle.on_small_request_finished(200_000, 200_009)
     assert throttle.pause_factor > factor

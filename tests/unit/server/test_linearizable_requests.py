@@ -36,15 +36,15 @@ def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
 
 def test_freshness_starts_when_the_proof_is_requested() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
-    assert not proofs.is_fresh(0)
+    assert not proofs.is_proof_fresh(0)
     proofs.wait_for_proof("a", 10)
     proofs.on_proof_succeeded(1, 900)
-    assert proofs.is_fresh(1010)
-    assert not proofs.is_fresh(1011)
+    assert proofs.is_proof_fresh(1010)
+    assert not proofs.is_proof_fresh(1011)
     proofs.note_confirmation(5)
-    assert proofs.is_fresh(1010)
+    assert proofs.is_proof_fresh(1010)
     proofs.note_confirmation(500)
-    assert proofs.is_fresh(1500)
+    assert proofs.is_proof_fresh(1500)
 
 
 def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness() -> None:
@@ -53,11 +53,11 @@ def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness(
     proofs.wait_for_proof("a", 10)
     proofs.wait_for_proof("b", 10)
     assert proofs.reset() == ["a", "b"]
-    assert not proofs.is_fresh(10)
+    assert not proofs.is_proof_fresh(10)
     assert proofs.wait_for_proof("c", 20) == [ProveMark(2)]
     assert proofs.on_proof_succeeded(1, 30) == ((), [])
     assert proofs.on_proof_failed(1, 30) == ((), [])
-    assert not proofs.is_fresh(30)
+    assert not proofs.is_proof_fresh(30)
     assert proofs.on_proof_succeeded(2, 30) == (["c"], [])
 
 

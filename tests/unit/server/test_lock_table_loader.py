@@ -10,8 +10,8 @@ from waltz_core.records.record import PartitionId, ReplicaId, SessionId, Transac
 from waltz_core.server.locking import lock_table_loader as module
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.lock_table_loader import (
+    FETCHES_IN_FLIGHT_MAX,
     HOLD_APPENDS_MS_MAX,
-    IN_FLIGHT_MAX,
     RETRY_MS,
     LockTableLoader,
 )
@@ -283,13 +283,13 @@ def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
 
 def test_requests_without_an_answer_are_limited() -> None:
     world = World()
-    for session in range(IN_FLIGHT_MAX + 3):
+    for session in range(FETCHES_IN_FLIGHT_MAX + 3):
         world.query_locks(session)
-    assert len(world.fetches) == IN_FLIGHT_MAX
+    assert len(world.fetches) == FETCHES_IN_FLIGHT_MAX
     assert not world.lock_loader.is_holding_appends(world.now_ms)
     world.take(world.lock_loader.on_fetch_failed(world.fetches[0].token, world.now_ms))
     world.query_locks(99)
-    assert len(world.fetches) == IN_FLIGHT_MAX + 1
+    assert len(world.fetches) == FETCHES_IN_FLIGHT_MAX + 1
 
 
 @pytest.mark.parametrize("limit", ["SLICE_BLOCKS_MAX", "SLICE_LOCKS_MAX"])

@@ -8,7 +8,7 @@ from waltz_core.records.batches import LockColumn
 from waltz_core.records.record import TransactionId
 from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
-    REJECTED,
+    NO_ID,
     SLOT_COUNT,
     LockRequests,
     LockTable,
@@ -50,7 +50,7 @@ def test_a_lock_is_accepted_if_its_estimate_is_at_most_the_mark() -> None:
     table = table_at(5)
     assert validate(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
     verdicts = validate(table, {"w": [2]}, mark=4, high=9)
-    assert verdicts.ids.tolist() == [REJECTED]
+    assert verdicts.ids.tolist() == [NO_ID]
     assert verdicts.conflicts.tolist() == [5]
     assert not verdicts.pending.any()
 
@@ -83,7 +83,7 @@ def test_ineligible_rows_do_not_change_the_lock_table() -> None:
     verdicts = validate(
         table, {"w": [1]}, {"w": [1]}, {"w": [9]}, mark=[0, 0, 99], eligible=[False, True, False]
     )
-    assert verdicts.ids.tolist() == [REJECTED, 1, REJECTED]
+    assert verdicts.ids.tolist() == [NO_ID, 1, NO_ID]
     assert not verdicts.ahead.any()
     assert table.estimate(9) == 0
 
@@ -98,7 +98,7 @@ def test_only_a_conflict_in_flight_is_pending() -> None:
 
 def test_a_row_is_checked_against_the_earlier_rows_of_its_batch() -> None:
     verdicts = validate(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
-    assert verdicts.ids.tolist() == [1, REJECTED, REJECTED, 2, 3]
+    assert verdicts.ids.tolist() == [1, NO_ID, NO_ID, 2, 3]
     assert verdicts.conflicts.tolist() == [NO_CONFLICT, 1, 1, NO_CONFLICT, NO_CONFLICT]
     assert verdicts.pending.tolist() == [False, True, True, False, False]
 
@@ -107,7 +107,7 @@ def test_a_rejected_row_of_a_batch_blocks_no_append() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, high=0, next_id=1)
     verdicts = validate(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
-    assert verdicts.ids.tolist() == [REJECTED, 2, REJECTED]
+    assert verdicts.ids.tolist() == [NO_ID, 2, NO_ID]
     assert verdicts.conflicts.tolist() == [1, NO_CONFLICT, 2]
 
 

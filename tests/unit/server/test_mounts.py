@@ -86,7 +86,7 @@ def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, NEW, 6)
     mounts.finish_mount(ALICE, NEW)
-    mounts.on_released()
+    mounts.on_partition_released()
     assert not mounts.is_ready(ALICE, NEW)
     assert "connection sequence 6" in str(mount_error(mounts, ALICE, OLD, 5))
     assert mount_error(mounts, ALICE, NEW, 6) is None  # the same connection mounts again

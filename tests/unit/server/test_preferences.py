@@ -22,12 +22,15 @@ def test_a_handed_over_partition_pauses_for_a_while():
     preferences = new_preferences(0, 1)
     assert preferences.suspend(1, 100.0)
     assert not preferences.suspend(7, 100.0)  # no command prefers this partition
-    assert (preferences.preferred, preferences.suspended) == ((0, 1), [1])
+    assert (preferences.preferred, preferences.suspended_partitions) == ((0, 1), [1])
     assert preferences.active_preferences_after((3,), ()) == (0, 3)
     assert preferences.resumable_partitions(159.0) == []
     assert preferences.resumable_partitions(160.0) == [1]
     preferences.change((1,), ())
-    assert (preferences.suspended, preferences.active_preferences_after((), ())) == ([], (0, 1))
+    assert (preferences.suspended_partitions, preferences.active_preferences_after((), ())) == (
+        [],
+        (0, 1),
+    )
 
 
 def test_a_changed_preference_ends_the_pause():
@@ -35,9 +38,9 @@ def test_a_changed_preference_ends_the_pause():
     preferences.suspend(0, 5.0)
     preferences.suspend(1, 5.0)
     assert preferences.active_preferences_after((0,), (1,)) == (0,)
-    assert preferences.suspended == [0, 1]
+    assert preferences.suspended_partitions == [0, 1]
     preferences.change((0,), (1,))
-    assert (preferences.preferred, preferences.suspended) == ((0,), [])
+    assert (preferences.preferred, preferences.suspended_partitions) == ((0,), [])
 
 
 def test_a_partition_is_reachable_if_a_quorum_of_storages_answers():

@@ -36,8 +36,8 @@ from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCach
 from waltz_core.server.read.read_ahead import PREFETCH_BYTES_MAX, PREFETCH_COUNT_MAX
 from waltz_core.server.read.reads import (
     AVOIDED_FETCH_COUNT,
-    RETRY_FIRST_MS,
-    RETRY_MAX_MS,
+    RETRY_MS_MAX,
+    RETRY_MS_MIN,
     ROUNDS_MAX,
     ROWS_MAX,
     Reads,
@@ -142,10 +142,10 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
     for _ in REPLICAS[1:]:
         fetch = fetch_of(machine.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
     assert machine.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0) == []
-    assert machine.wake_at_ms == RETRY_FIRST_MS
+    assert machine.wake_at_ms == RETRY_MS_MIN
     machine.close(ConnectionId(1), ())
     assert machine.wake_at_ms is None
-    assert machine.wake(RETRY_FIRST_MS) == []
+    assert machine.wake(RETRY_MS_MIN) == []
 
 
 @pytest.mark.parametrize("replicas_in_group", [REPLICAS, REPLICAS[:2]])
@@ -187,11 +187,11 @@ def test_a_failed_fetch_is_sent_to_each_replica_before_it_waits() -> None:
     assert fetch.is_urgent
     assert sorted(tried) == sorted(REPLICAS)
     assert machine.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0) == []
-    assert machine.wake_at_ms == RETRY_FIRST_MS
-    assert machine.wake(RETRY_FIRST_MS - 1) == []
-    fetch = fetch_of(machine.wake(RETRY_FIRST_MS))
+    assert machine.wake_at_ms == RETRY_MS_MIN
+    assert machine.wake(RETRY_MS_MIN - 1) == []
+    fetch = fetch_of(machine.wake(RETRY_MS_MIN))
     assert not fetch.is_urgent
-    (answer,) = machine.on_range_fetched(fetch.token, headers(fetch, 10), RETRY_FIRST_MS)
+    (answer,) = machine.on_range_fetched(fetch.token, headers(fetch, 10), RETRY_MS_MIN)
     assert isinstance(answer, SendToClient)
     assert isinstance(answer.message, RangeData)
 
@@ -600,7 +600,7 @@ def test_a_feed_waits_while_damage_is_brief_or_a_replica_may_return() -> None:
     fetch = fetch_of(machine.request_headers(TransactionId(0), TransactionId(9)))
     assert fail_rounds(machine, fetch, [[*DAMAGED[:2], "gone"]] * 12) == []
     assert machine.wake_at_ms is not None
-    assert machine._delayed[0][1].retry_ms == RETRY_MAX_MS
+    assert machine._delayed[0][1].retry_ms == RETRY_MS_MAX
 
 
 @pytest.mark.parametrize("count", [FILTER_HEADERS_MAX, FILTER_HEADERS_MAX + 1])

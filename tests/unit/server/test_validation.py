@@ -109,9 +109,13 @@ def test_a_piece_of_rejected_rows_waits_only_for_its_conflicts() -> None:
     table = LockTable(1009, BEFORE_FIRST)
     validate_rows(pending, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
     unsettled = validate_rows(pending, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
-    assert (unsettled.part, unsettled.unsettled, unsettled.rejected) == (None, [pending], [])
+    assert (unsettled.part, unsettled.unsettled_appends, unsettled.rejected_appends) == (
+        None,
+        [pending],
+        [],
+    )
     ahead = validate_rows(pending, 4, table, InFlightRange(TransactionId(1), TransactionId(2)))
-    assert (ahead.part, ahead.unsettled, ahead.rejected) == (None, [], [pending])
+    assert (ahead.part, ahead.unsettled_appends, ahead.rejected_appends) == (None, [], [pending])
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
@@ -125,8 +129,8 @@ def test_single_transactions_are_validated_in_order(
     assert piece.part is not None
     assert [pending.transaction_id for pending in group] == [0, 1, -1, -1, 2]
     assert [pending.reason for pending in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
-    assert piece.unsettled == [group[0], group[1], group[2], group[4]]
-    assert piece.rejected == [group[3]]
+    assert piece.unsettled_appends == [group[0], group[1], group[2], group[4]]
+    assert piece.rejected_appends == [group[3]]
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])

@@ -19,7 +19,7 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.control_file import SLOTS_NAME
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME
 from waltz_core.storage.files.format import (
     NEW_PARTITION_INFOS,
     OFFSET_BYTES,
@@ -145,7 +145,7 @@ def forge_log(directory, segment_count, *, dirty):
     )
     older = replace(slot, sequence=-1)
     blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
-    (directory / SLOTS_NAME).write_bytes(b"".join(blocks))
+    (directory / SLOTS_FILE_NAME).write_bytes(b"".join(blocks))
 
 
 def open_and_read_all(directory, descriptors_max, open_files_max):

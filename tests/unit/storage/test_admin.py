@@ -16,7 +16,7 @@ from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRan
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.service import admin_tasks
 from waltz_core.storage.service.admin import (
-    WAITING_MAX,
+    WAITING_REQUESTS_MAX,
     AdminDisconnected,
     AdminRequest,
     AdminService,
@@ -500,16 +500,16 @@ def test_a_request_in_its_last_task_completes_after_its_connection_closes():
 
 def test_waiting_requests_are_limited():
     terminal = Terminal()
-    for sequence in range(WAITING_MAX + 3):
+    for sequence in range(WAITING_REQUESTS_MAX + 3):
         terminal.post(wire.MarkSuspect(sequence, 2, True))
     assert [answer.sequence for _, answer in terminal.answered] == [
-        WAITING_MAX + number for number in range(3)
+        WAITING_REQUESTS_MAX + number for number in range(3)
     ]
     error_text(terminal.answered[0][1], errors.Overloaded)
-    for _ in range(WAITING_MAX):
+    for _ in range(WAITING_REQUESTS_MAX):
         terminal.carry_out()
     assert terminal.open == []
-    assert len(terminal.answered) == WAITING_MAX + 3
+    assert len(terminal.answered) == WAITING_REQUESTS_MAX + 3
 
 
 def test_an_unexpected_message_is_rejected_without_closing_the_connection():

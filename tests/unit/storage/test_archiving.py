@@ -20,7 +20,7 @@ from waltz_core.storage.files.format import AckedMarker, IdRange
 from waltz_core.storage.log.archive_pieces import LogSize, RetentionPiece
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_jobs import PROGRESS_INTERVAL_MS, STALLED_MS, ArchiveLimits
-from waltz_core.storage.service.retention import INTERVAL_MS, Retention, RetentionLimits
+from waltz_core.storage.service.retention import MEASURE_INTERVAL_MS, Retention, RetentionLimits
 from waltz_core.wire import messages
 from waltz_core.wire.messages import (
     ArchiveProgress,
@@ -557,7 +557,7 @@ def test_segments_within_the_retention_limits_are_not_removed(make, limits):
     world.ask(1, mark_at(world, owner, 15))
     world.finish()
     assert removed_starts(world) == []
-    world.now_ms += INTERVAL_MS
+    world.now_ms += MEASURE_INTERVAL_MS
     world.step(Wakeup())
     pieces = []
     while world.work_items:
@@ -584,7 +584,7 @@ def test_retention_is_checked_again_with_the_mark_of_a_later_session(make):
     before = removed_starts(world)
     for _ in range(4):
         world.ask(1, owner.append(2, b"x" * 100))
-    next_ms = world.now_ms + INTERVAL_MS
+    next_ms = world.now_ms + MEASURE_INTERVAL_MS
     while world.now_ms < next_ms:
         tick(world)
         world.finish()
@@ -593,7 +593,7 @@ def test_retention_is_checked_again_with_the_mark_of_a_later_session(make):
     before = removed_starts(world)
     for _ in range(6):
         world.ask(2, later.append(2, b"x" * 100))
-    world.now_ms += 2 * INTERVAL_MS
+    world.now_ms += 2 * MEASURE_INTERVAL_MS
     tick(world)
     world.finish()
     assert removed_starts(world) == before

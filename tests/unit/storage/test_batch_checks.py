@@ -8,7 +8,7 @@ from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, next_chain
 from waltz_core.storage.files.batch_checks import (
     check_batches,
     check_chain,
-    check_repaired,
+    check_repaired_batches,
     entry_before,
 )
 from waltz_core.storage.files.format import (
@@ -71,18 +71,18 @@ def test_repaired_records_need_not_match_the_following_batch():
     segments, _, entries = make_segments(disk, [3], [4], [2])
     segments.all[1].lineage.truncate(0)
     segments.all[2].rewrite_lineage_header(entries[0].chain)
-    check_repaired(segments, IdRange(3, 6), ())
+    check_repaired_batches(segments, IdRange(3, 6), ())
     with pytest.raises(ChecksumMismatch):
-        check_repaired(segments, IdRange(3, 7), ())
+        check_repaired_batches(segments, IdRange(3, 7), ())
 
 
 def test_a_reconstructed_chain_does_not_prove_records():
     segments, _, entries = make_segments(new_disk(), [3, 4, 2])
     segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY)])
     with pytest.raises(ChecksumMismatch, match=r"records 0\.\.4 do not match .* batch 0\.\.2"):
-        check_repaired(segments, IdRange(0, 4), ())
+        check_repaired_batches(segments, IdRange(0, 4), ())
     segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY, session_id=RECONSTRUCTED)])
-    check_repaired(segments, IdRange(0, 4), ())
+    check_repaired_batches(segments, IdRange(0, 4), ())
 
 
 @pytest.mark.parametrize("is_unreadable", [False, True])
@@ -94,7 +94,7 @@ def test_damage_found_during_a_repair_is_repaired_separately(is_unreadable):
         disk.make_unreadable(path, position, position)
     else:
         disk.flip_bits(path, position)
-    found = check_repaired(segments, IdRange(3, 4), ())
+    found = check_repaired_batches(segments, IdRange(3, 4), ())
     assert IdRange(36, 36) in found
     assert all(30 < one.first == one.last < 43 for one in found)
 

@@ -14,7 +14,12 @@ from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, DiskFailed, ReadFailed
 from waltz_core.records.record import NO_SESSION
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.files.control_file import (
+    CONTROL_FILE_NAME,
+    SLOTS_FILE_NAME,
+    ControlFile,
+    SlotFile,
+)
 from waltz_core.storage.files.format import (
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
@@ -25,8 +30,8 @@ from waltz_core.storage.files.format import (
 )
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimFile, Survival
 
-PATH = ROOT / CONTROL_NAME
-SLOTS = ROOT / SLOTS_NAME
+PATH = ROOT / CONTROL_FILE_NAME
+SLOTS = ROOT / SLOTS_FILE_NAME
 
 
 def open_control(disk, directory=ROOT, *, key=KEY, partition_count=3):
@@ -164,7 +169,7 @@ def test_a_structure_at_the_position_of_another_is_rejected():
 
 @pytest.mark.parametrize("size", [0, 1, 127])
 def test_a_partially_created_file_is_rebuilt(tmp_path, size):
-    (tmp_path / CONTROL_NAME).write_bytes(bytes(size))
+    (tmp_path / CONTROL_FILE_NAME).write_bytes(bytes(size))
     (tmp_path / "lost+found").mkdir()
     for _ in range(2):
         control = open_control(RealDisk(), tmp_path)
@@ -179,7 +184,7 @@ def test_a_missing_or_truncated_file_with_partitions_is_rejected(tmp_path, size)
     control.close()
     for name in ("0", "2"):
         (tmp_path / name).mkdir()
-    path = tmp_path / CONTROL_NAME
+    path = tmp_path / CONTROL_FILE_NAME
     if size is None:
         path.unlink()
     else:

@@ -24,7 +24,7 @@ from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
 from waltz_core.storage.files.format import (
     NO_NONCE,
-    UNBATCHED,
+    UNBATCHED_CHAIN,
     AckedMarker,
     IdRange,
     ProvisionalMark,
@@ -404,7 +404,7 @@ def test_unbatched_records_of_an_earlier_version_get_batches(empty_world):
     (fields,) = other_batches(records(0, 10), (10,), 2)
     empty_world.log.prepare(2, NONCE)
     append(empty_world, fields)
-    acked = AckedMarker(9, UNBATCHED)
+    acked = AckedMarker(9, UNBATCHED_CHAIN)
     empty_world.write_slot(
         acked=acked, promised=6, nonce=NO_NONCE, provisional=ProvisionalMark(6, 20)
     )

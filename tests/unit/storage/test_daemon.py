@@ -66,7 +66,7 @@ async def main():
             health = await daemon.health()
             print(health.details["disk_error"])
         else:
-            StorageEngine.close = storage_daemon.write_positions = hangs
+            StorageEngine.close = storage_daemon.write_scrub_positions = hangs
         stop.set()
 
     tasks = []

@@ -17,8 +17,8 @@ from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.storage.disk import file_system as disk_module
-from waltz_core.storage.disk.file_system import RealDisk, create_durably, remove_temporary
-from waltz_core.storage.disk.page_cache import STEP_BYTES
+from waltz_core.storage.disk.file_system import RealDisk, create_durably, remove_temporary_files
+from waltz_core.storage.disk.page_cache import DROP_STEP_BYTES
 from waltz_sim.world.crash import DiskState, RecordingDisk, keep_choices
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
@@ -163,7 +163,7 @@ def test_a_new_file_atomically_replaces_an_older_one(disk_and_directory):
     assert file.pread(100, 0) == b"new"
     file.close()
     disk.open(directory / "g.tmp", create=True).close()
-    remove_temporary(disk, directory)
+    remove_temporary_files(disk, directory)
     assert disk.list(directory) == ["e", "f"]
 
 
@@ -572,7 +572,7 @@ def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
         pytest.skip("a file system in memory")
     assert in_memory[-1]
     # Two parts are not released: a part smaller than a step, and a folio in which a step ends.
-    assert sum(in_memory) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
+    assert sum(in_memory) * mmap.PAGESIZE <= kept + DROP_STEP_BYTES + 2 * MIB + size
 
 
 def test_dropped_pages_are_read_from_the_disk_again(tmp_path):

@@ -10,16 +10,16 @@ from waltz_core.errors import NoSpace
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.disk_space import (
     DAY_MS,
-    RESERVE_NAME,
+    RESERVE_FILE_NAME,
     SAMPLE_INTERVAL_MS,
     UNCHECKED_BYTES_MAX,
     DiskSpace,
-    append_bytes,
+    disk_bytes_of_append,
 )
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 ROOT = Path("/waltz")
-RESERVE = ROOT / RESERVE_NAME
+RESERVE = ROOT / RESERVE_FILE_NAME
 
 
 def new_space(*, capacity=10_000, reserve=4_000):
@@ -119,14 +119,14 @@ def test_without_a_reserve_only_free_space_counts():
 def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
     space = DiskSpace(RealDisk(), tmp_path, 8_192)
     space.fill_reserve()
-    assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+    assert (tmp_path / RESERVE_FILE_NAME).stat().st_size == 8_192
     space.check_append(1)
     with pytest.raises(NoSpace, match=str(tmp_path)):
         space.check_append(1 << 60)
     space.release_reserve()
-    assert not (tmp_path / RESERVE_NAME).exists()
+    assert not (tmp_path / RESERVE_FILE_NAME).exists()
     space.recheck()
-    assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+    assert (tmp_path / RESERVE_FILE_NAME).stat().st_size == 8_192
 
 
 class ReleasingThread(SimDisk):
@@ -176,7 +176,7 @@ def test_a_call_without_space_is_repeated_with_the_reserve():
 
 
 def test_the_space_of_an_append_includes_its_index_and_batches():
-    assert append_bytes(1_000, 10, 2) == 1_000 + 80 + 128
+    assert disk_bytes_of_append(1_000, 10, 2) == 1_000 + 80 + 128
 
 
 def test_free_space_of_a_large_disk_is_queried_rarely():

@@ -29,7 +29,7 @@ from waltz_core.storage.log.removal import WipeIntent
 KEY = bytes(range(16))
 ENTRY = LineageEntry(3, 9, 7, 11, KEY)
 BOUND = {"segment_crc": 77, "position": 5}
-SLOT = Slot(
+SLOT_LAYOUT = Slot(
     2,
     provisional=ProvisionalMark(1, 5),
     truncate=TruncateIntent(4, ENTRY),
@@ -48,7 +48,7 @@ STRUCTURES = {
         partial(disk_format.decode_entry, **BOUND),
     ),
     "id": (disk_format.encode_storage_id(KEY), disk_format.decode_storage_id),
-    "slot": (SLOT.encode(), Slot.decode),
+    "slot": (SLOT_LAYOUT.encode(), Slot.decode),
     "wipe": (WipeIntent(2, True, 7, KEY).encode(), WipeIntent.decode),
 }
 CHECKED = ("info", "lineage", "entry", "id", "slot", "wipe")

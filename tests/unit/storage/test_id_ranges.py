@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.storage.files.format import DAMAGED_MAX, IdRange, Slot
+from waltz_core.storage.files.format import DAMAGED_RANGES_MAX, IdRange, Slot
 from waltz_core.storage.files.id_ranges import (
     add_damage,
     count_ids,
@@ -30,11 +30,13 @@ def test_damaged_ranges_contain_the_added_ids_without_the_removed_ones(steps):
 
 def test_too_many_damaged_ranges_are_merged_without_losing_an_id():
     ranges = ()
-    for position in range(2 * DAMAGED_MAX):
+    for position in range(2 * DAMAGED_RANGES_MAX):
         ranges = add_damage(ranges, IdRange(10 * position, 10 * position + 1))
-    assert len(ranges) == DAMAGED_MAX
+    assert len(ranges) == DAMAGED_RANGES_MAX
     covered = {i for a, b in ranges for i in range(a, b + 1)}
-    assert all({10 * position, 10 * position + 1} <= covered for position in range(2 * DAMAGED_MAX))
+    assert all(
+        {10 * position, 10 * position + 1} <= covered for position in range(2 * DAMAGED_RANGES_MAX)
+    )
     slot = Slot(0, damaged=ranges)
     assert Slot.decode(slot.encode()) == slot
 

@@ -14,7 +14,7 @@ from waltz_core.errors import (
     SessionFenced,
 )
 from waltz_core.records.record import RECONSTRUCTED, Chain
-from waltz_core.storage.files.control_file import SLOTS_NAME
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME
 from waltz_core.storage.files.format import (
     SLOT_BLOCK_BYTES,
     AckedMarker,
@@ -262,7 +262,7 @@ def test_an_older_slot_does_not_restore_removed_segments(world):
     start = world.log.start
     world.log.abandon()
     world.control.close()
-    path = world.directory / "0" / SLOTS_NAME
+    path = world.directory / "0" / SLOTS_FILE_NAME
     content = bytearray(path.read_bytes())
     slots = [Slot.decode(content[offset : offset + 512]) for offset in (0, SLOT_BLOCK_BYTES)]
     assert {slot.start for slot in slots} == {start}

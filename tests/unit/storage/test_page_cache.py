@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.storage.disk.page_cache import (
+    DROP_STEP_BYTES,
     FOLIO_BYTES_MAX,
-    STEP_BYTES,
     RecentPages,
     blocks_beginning_in,
 )
@@ -31,13 +31,13 @@ def pieces(size, *, start=0, step=MIB):
 def test_old_pages_are_released_in_steps_and_the_newest_are_kept():
     tail = RecentPages(PAGE_CACHE_BYTES_MAX)
     assert tail.take_droppable() is None
-    newest = PAGE_CACHE_BYTES_MAX + STEP_BYTES - MIB
+    newest = PAGE_CACHE_BYTES_MAX + DROP_STEP_BYTES - MIB
     assert released_ranges(tail, *pieces(newest)) == []
     assert released_ranges(tail, (0, MIB)) == [], "overwriting does not move the end"
-    dropped = released_ranges(tail, *pieces(5 * STEP_BYTES, start=newest))
-    assert [start + size for start, size in dropped] == [n * STEP_BYTES for n in range(1, 6)]
+    dropped = released_ranges(tail, *pieces(5 * DROP_STEP_BYTES, start=newest))
+    assert [start + size for start, size in dropped] == [n * DROP_STEP_BYTES for n in range(1, 6)]
     # Each range begins before the end of the previous range, which may be within a folio.
-    expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
+    expected = [max(0, n * DROP_STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
     assert [start for start, _ in dropped] == expected
     tail.truncate(2 * MIB)
     assert released_ranges(tail, *pieces(PAGE_CACHE_BYTES_MAX + MIB, start=2 * MIB)) == [
@@ -47,7 +47,7 @@ def test_old_pages_are_released_in_steps_and_the_newest_are_kept():
         len(
             released_ranges(
                 RecentPages(PAGE_CACHE_BYTES_MAX),
-                *pieces(PAGE_CACHE_BYTES_MAX + 2 * STEP_BYTES, step=4096),
+                *pieces(PAGE_CACHE_BYTES_MAX + 2 * DROP_STEP_BYTES, step=4096),
             )
         )
         == 2

@@ -15,7 +15,7 @@ from waltz_core.storage.files.index import OffsetIndex
 from waltz_core.storage.files.record_search import (
     HoleSearch,
     PartlyReadableFile,
-    _candidates,
+    _candidate_offsets,
     find_record,
     record_end,
     scan,
@@ -183,7 +183,7 @@ def test_record_positions_do_not_depend_on_the_step_size(monkeypatch, step):
             for after in (0, 5, 1 << 40):
                 for space in (size, 40, 3000):
                     expected = list(possible_places(data, after, space))
-                    assert list(_candidates(data, after, space)) == expected
+                    assert list(_candidate_offsets(data, after, space)) == expected
                     found += len(expected)
     assert found > 50
 

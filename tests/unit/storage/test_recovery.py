@@ -23,8 +23,8 @@ from waltz_core.records.record import (
     RECONSTRUCTED,
     LineageEntry,
 )
-from waltz_core.storage.files.batch_checks import check_chain, check_repaired
-from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
+from waltz_core.storage.files.batch_checks import check_chain, check_repaired_batches
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME, SlotFile
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
@@ -141,7 +141,7 @@ def test_a_mark_above_lost_batches_is_lowered():
     disk = new_disk()
     _, records, entries = write_log(disk, [3, 2, 4], low_water_mark=8)
     disk.flip_bits(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
-    before = disk.visible_content(ROOT / SLOTS_NAME)
+    before = disk.visible_content(ROOT / SLOTS_FILE_NAME)
     for _ in range(2):
         segments, slots = open_disk(disk)
         assert content(segments) == records
@@ -150,10 +150,10 @@ def test_a_mark_above_lost_batches_is_lowered():
         assert {one.session_id for one in found[2:]} == {RECONSTRUCTED}
         assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
         # Damage in reconstructed batches can be repaired.
-        check_repaired(segments, IdRange(6, 6), ())
-        check_repaired(segments, IdRange(1, 1), ())
+        check_repaired_batches(segments, IdRange(6, 6), ())
+        check_repaired_batches(segments, IdRange(1, 1), ())
         disk.write_durably(
-            ROOT / SLOTS_NAME, before
+            ROOT / SLOTS_FILE_NAME, before
         )  # a crash: the batches are durable, their slot is not
 
 
@@ -178,9 +178,9 @@ def test_a_fallback_to_the_older_slot_rejects_all_earlier_sessions():
     assert slot.promised == 5
     assert slot.nonce not in {b"", bytes(16)}
     # A second opening before any session has the same result: no owner can have a later promise.
-    content = disk.visible_content(ROOT / SLOTS_NAME)
+    content = disk.visible_content(ROOT / SLOTS_FILE_NAME)
     older = min((0, 1), key=lambda position: Slot.decode(_block(content, position)).sequence)
-    disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
+    disk.flip_bits(ROOT / SLOTS_FILE_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
     assert open_disk(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
@@ -192,7 +192,7 @@ def with_lost_newer_slot(disk, lost_promise, **older):
         2, promised=lost_promise, acked=slots.slot.acked, control_file_sequence=INFO.sequence
     )
     slots.write(lost)
-    disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
+    disk.flip_bits(ROOT / SLOTS_FILE_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
 
 
 def test_a_session_found_only_in_the_log_counts_as_promised():
@@ -267,7 +267,7 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
 def test_missing_slots_are_reported_and_not_rebuilt():
     disk = new_disk()
     write_log(disk, [3])
-    disk.unlink(ROOT / SLOTS_NAME)
+    disk.unlink(ROOT / SLOTS_FILE_NAME)
     with pytest.raises(
         BadFormat,
         match=r"expected a file waltz-x\.ctl, because there are "
@@ -295,7 +295,7 @@ def test_files_without_their_segment_are_removed():
     disk.write_durably(ROOT / "anything.tmp", b"x")
     assert content(open_disk(disk)[0]) == records
     assert disk.list(ROOT) == sorted(
-        [SLOTS_NAME, *(segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))]
+        [SLOTS_FILE_NAME, *(segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))]
     )
 
 
@@ -513,14 +513,14 @@ def test_all_files_are_prefetched_before_the_first_is_read():
     open_disk(disk)
     suffixes = (".seg", ".idx", ".chn")
     names = {segment_name(first, suffix) for first in (0, 3, 5) for suffix in suffixes}
-    assert disk.announced == (before, ROOT, names | {SLOTS_NAME})
+    assert disk.announced == (before, ROOT, names | {SLOTS_FILE_NAME})
 
 
 # ---- syncs (rule 9)
 
 
 def synced_by_opening(disk, **wanted):
-    """Open a log, and return the syncs: suffixes of files, SLOTS_NAME, or "names"."""
+    """Open a log, and return the syncs: suffixes of files, SLOTS_FILE_NAME, or "names"."""
     before = len(disk.trace)
     for each in open_log(disk, ROOT, BLANK, INFO, trust_fsync=True, is_name_durable=True, **wanted):
         each.close()
@@ -530,24 +530,24 @@ def synced_by_opening(disk, **wanted):
 
 
 def test_opening_a_new_log_syncs_each_file_once_and_the_file_names_twice():
-    expected = [".chn", ".idx", ".seg", SLOTS_NAME, "names", "names"]
+    expected = [".chn", ".idx", ".seg", SLOTS_FILE_NAME, "names", "names"]
     assert synced_by_opening(new_disk()) == expected
 
 
 def test_opening_a_log_that_ends_at_its_marker_syncs_batches_slot_and_file_names():
     disk = new_disk()
     write_log(disk, [3, 2])
-    assert synced_by_opening(disk) == [".chn", SLOTS_NAME, "names"]
-    assert synced_by_opening(disk) == [".chn", SLOTS_NAME, "names"]
+    assert synced_by_opening(disk) == [".chn", SLOTS_FILE_NAME, "names"]
+    assert synced_by_opening(disk) == [".chn", SLOTS_FILE_NAME, "names"]
 
 
 def test_unconfirmed_and_repaired_records_are_synced():
     disk = new_disk()
     write_log(disk, [3, 2], acked=1)
-    assert synced_by_opening(disk) == [".chn", ".idx", ".seg", SLOTS_NAME, "names"]
+    assert synced_by_opening(disk) == [".chn", ".idx", ".seg", SLOTS_FILE_NAME, "names"]
     seg, idx = path_of(0, ".seg"), path_of(0, ".idx")
     disk.write_durably(seg, disk.visible_content(seg) + b"torn")
-    assert synced_by_opening(disk) == [".chn", ".seg", SLOTS_NAME, "names"]
+    assert synced_by_opening(disk) == [".chn", ".seg", SLOTS_FILE_NAME, "names"]
     disk.write_durably(idx, disk.visible_content(idx)[:-8] + bytes(8))
     assert ".idx" in synced_by_opening(disk)
 
@@ -568,7 +568,7 @@ def test_a_slot_is_synced_before_changes_that_the_older_slot_forbids(newer):
     slots = SlotFile.open(disk, ROOT, 2)
     slots.write(dataclasses.replace(slots.slot, **newer))
     slots.close()
-    assert synced_by_opening(disk).count(SLOTS_NAME) >= 2
+    assert synced_by_opening(disk).count(SLOTS_FILE_NAME) >= 2
 
 
 # ---- a crash while it is opened
@@ -634,7 +634,7 @@ def test_batches_rebuilt_after_a_fallback_are_marked_as_reconstructed():
     write_log(disk, [3, 2], [4], control_file_sequence=3)
     _, slots = open_disk(disk, info=INFO._replace(sequence=3))
     slots.write(dataclasses.replace(slots.slot, control_file_sequence=9))
-    disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
+    disk.flip_bits(ROOT / SLOTS_FILE_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
     disk.flip_bits(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 3)
     segments, slots = open_disk(disk, info=INFO._replace(sequence=9))
     assert slots.slot.suspect

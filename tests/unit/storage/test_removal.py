@@ -9,11 +9,11 @@ import pytest
 from waltz_core.errors import BadFormat, ChecksumMismatch, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.storage.disk.file_system import create_durably
-from waltz_core.storage.files.control_file import SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME, ControlFile, SlotFile
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot, with_crc
-from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
+from waltz_core.storage.files.lock_block_file import LOCKS_FILE_NAME, OLDER_LOCKS_FILE_NAME
 from waltz_core.storage.log import removal
-from waltz_core.storage.log.removal import WIPE_NAME, WipeIntent
+from waltz_core.storage.log.removal import WIPE_FILE_NAME, WipeIntent
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
 
 ROOT = Path("/storage")
@@ -39,7 +39,7 @@ def control(disk):
     control.set_marks(2, 8, 40)
     SlotFile.create(disk, HOME, Slot(2, promised=9, low_water_mark=40)).close()
     names = [f"{first:019d}{suffix}" for first in (0, 7) for suffix in (".seg", ".idx", ".chn")]
-    names += [LOCKS_NAME, OLDER_LOCKS_NAME, "left.tmp", "notes.txt"]
+    names += [LOCKS_FILE_NAME, OLDER_LOCKS_FILE_NAME, "left.tmp", "notes.txt"]
     create_durably(disk, HOME, [(name, b"x") for name in names])
     return control
 
@@ -60,7 +60,7 @@ def test_a_removed_partition_leaves_no_file(disk, control):
 
 def test_wiping_a_replica_keeps_its_promise_and_flags(disk, control):
     removal.wipe(disk, HOME, control, KEPT_WIPE)
-    assert names_in(disk) == ["notes.txt", SLOTS_NAME]
+    assert names_in(disk) == ["notes.txt", SLOTS_FILE_NAME]
     info = control.info(2)
     assert (info.session_id, info.low_water_mark, info.flags) == (-1, -1, FLAG_ASSIGNED)
     slots = SlotFile.open(disk, HOME, 2)
@@ -83,9 +83,11 @@ def test_each_step_is_durable_before_the_next(disk, control, intent):
     synced = [position for position, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
     logs = [index for index, step in enumerate(steps) if step.startswith("unlink 0")]
     slots = [
-        index for index, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}
+        index
+        for index, s in enumerate(steps)
+        if SLOTS_FILE_NAME in s and s[:6] in {"unlink", "rename"}
     ]
-    (gone,) = (index for index, step in enumerate(steps) if step == f"unlink {WIPE_NAME}")
+    (gone,) = (index for index, step in enumerate(steps) if step == f"unlink {WIPE_FILE_NAME}")
     assert len(logs) == 6
     assert slots
     for before, after in ((max(logs), slots[-1]), (slots[-1], gone), (gone, len(steps))):
@@ -104,8 +106,8 @@ def test_a_full_disk_without_space_for_an_intent_changes_nothing(disk, control):
     disk.plan_fault(disk.step_count + 2, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
         removal.wipe(disk, HOME, control, REMOVED_WIPE)
-    assert {name for name in names_in(disk) if not name.startswith(WIPE_NAME)} == set(before)
-    assert not disk.exists(HOME / WIPE_NAME)
+    assert {name for name in names_in(disk) if not name.startswith(WIPE_FILE_NAME)} == set(before)
+    assert not disk.exists(HOME / WIPE_FILE_NAME)
     assert control.info(2).low_water_mark == 40
 
 
@@ -120,7 +122,7 @@ def test_a_full_disk_without_space_for_an_intent_changes_nothing(disk, control):
 def test_an_invalid_intent_or_one_of_another_partition_removes_nothing(
     disk, control, content, error
 ):
-    create_durably(disk, HOME, [(WIPE_NAME, content)])
+    create_durably(disk, HOME, [(WIPE_FILE_NAME, content)])
     before = disk.files()
     with pytest.raises(error):
         removal.finish_removal(disk, HOME, control, 2)

@@ -8,13 +8,13 @@ from tests.unit.storage.logs import ROOT, new_disk
 from waltz_core.storage.log.scrub import (
     PASS_PAUSE_MS,
     PIECE_BYTES_MAX,
-    PROGRESS_NAME,
+    PROGRESS_FILE_NAME,
     REQUESTED_BYTES_PER_S,
     Scrub,
     ScrubPiece,
     ScrubResult,
-    read_positions,
-    write_positions,
+    read_scrub_positions,
+    write_scrub_positions,
 )
 
 DAY_MS = 86_400_000
@@ -179,21 +179,21 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
 def test_scrub_positions_round_trip(positions):
     disk = new_disk()
-    write_positions(disk, ROOT, positions)
-    assert read_positions(disk, ROOT) == positions
+    write_scrub_positions(disk, ROOT, positions)
+    assert read_scrub_positions(disk, ROOT) == positions
 
 
 def test_a_corrupt_file_of_scrub_positions_is_ignored():
     disk = new_disk()
-    assert read_positions(disk, ROOT) == {}
-    write_positions(disk, ROOT, {3: 70, 11: 5})
-    path = ROOT / PROGRESS_NAME
+    assert read_scrub_positions(disk, ROOT) == {}
+    write_scrub_positions(disk, ROOT, {3: 70, 11: 5})
+    path = ROOT / PROGRESS_FILE_NAME
     for offset in range(len(disk.visible_content(path))):
         disk.flip_bits(path, offset, 4)
-        assert read_positions(disk, ROOT) == {}
+        assert read_scrub_positions(disk, ROOT) == {}
         disk.flip_bits(path, offset, 4)
     for size in range(len(disk.visible_content(path)) - 1, -1, -1):
         disk.shorten_file(path, size)
-        assert read_positions(disk, ROOT) == {}
-    write_positions(disk, ROOT, {3: 71})
-    assert read_positions(disk, ROOT) == {3: 71}
+        assert read_scrub_positions(disk, ROOT) == {}
+    write_scrub_positions(disk, ROOT, {3: 71})
+    assert read_scrub_positions(disk, ROOT) == {3: 71}

@@ -18,7 +18,7 @@ from tests.unit.storage.logs import (
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed, MissingSegment
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.storage.disk.file_system import remove_temporary
+from waltz_core.storage.disk.file_system import remove_temporary_files
 from waltz_core.storage.files import segment as segment_file
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
 from waltz_core.storage.files.segment import Segment
@@ -43,7 +43,7 @@ def test_a_segment_gets_its_name_only_when_it_is_complete():
             new_segment(disk)
         except PowerLoss:
             disk.lose_power(Survival.ANY_SECTORS, Random(step))
-            remove_temporary(disk, ROOT)
+            remove_temporary_files(disk, ROOT)
             names = disk.list(ROOT)
             assert SEG.name not in names or names == sorted([SEG.name, IDX.name, CHN.name])
             if SEG.name in names:
@@ -188,7 +188,7 @@ def test_intact_records_with_a_wrong_id_do_not_end_damage():
 
 @pytest.mark.parametrize("piece", [1, 1 << 16])
 def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
-    monkeypatch.setattr(segment_file, "_PIECE_IDS", piece)
+    monkeypatch.setattr(segment_file, "_HOLE_PIECE_IDS", piece)
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.write_durably(SEG, disk.visible_content(SEG)[: offset_of(4) + 7])

@@ -13,7 +13,7 @@ from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
 from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.process.served_replicas import (
-    OPENERS_COUNT,
+    OPENERS_MAX,
     REOPEN_S_MAX,
     REOPEN_S_MIN,
     ServedReplicas,
@@ -227,15 +227,15 @@ async def test_a_replica_removed_during_the_request_is_not_opened_again(change):
 
 
 def test_partitions_are_opened_by_all_opener_threads_concurrently():
-    barrier = threading.Barrier(OPENERS_COUNT)
+    barrier = threading.Barrier(OPENERS_MAX)
     opened = []
 
     def call(partition_id):
         barrier.wait(timeout=TEST_TIMEOUT_S)  # the barrier fails if fewer threads arrive
         opened.append(partition_id)
 
-    run_concurrently(call, range(2 * OPENERS_COUNT))
-    assert sorted(opened) == list(range(2 * OPENERS_COUNT))
+    run_concurrently(call, range(2 * OPENERS_MAX))
+    assert sorted(opened) == list(range(2 * OPENERS_MAX))
     run_concurrently(call, ())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.records.record import LineageEntry, Record, ReqId
-from waltz_core.wire.fields import FIXED, VARIABLE, FieldWriter
+from waltz_core.wire.fields import FIXED_FORMATS, VARIABLE_FORMATS, FieldWriter
 from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, FieldKind
 
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -54,13 +54,13 @@ LAYOUTS = [
 
 def put(kind, value):
     out = FieldWriter()
-    VARIABLE[kind][0](value, out)
+    VARIABLE_FORMATS[kind][0](value, out)
     return b"".join(out.finish())
 
 
 def read(kind, data):
     values = []
-    end = VARIABLE[kind][1](memoryview(data), 0, values)
+    end = VARIABLE_FORMATS[kind][1](memoryview(data), 0, values)
     assert end == len(data)
     (value,) = values
     return value
@@ -73,22 +73,22 @@ def test_a_value_is_encoded_as_in_the_table(kind, value, data):
 
 
 def test_every_kind_of_variable_size_is_tested():
-    assert {kind for kind, _, _ in LAYOUTS} == set(VARIABLE)
+    assert {kind for kind, _, _ in LAYOUTS} == set(VARIABLE_FORMATS)
 
 
 @pytest.mark.parametrize(("kind", "value", "data"), LAYOUTS)
 def test_a_value_that_is_cut_short_is_rejected(kind, value, data):
     for size in range(len(data)):
         with pytest.raises((RemoteProtocolError, struct.error)):
-            VARIABLE[kind][1](memoryview(data[:size]), 0, [])
+            VARIABLE_FORMATS[kind][1](memoryview(data[:size]), 0, [])
 
 
-@pytest.mark.parametrize("kind", sorted(set(VARIABLE), key=lambda kind: kind.name))
+@pytest.mark.parametrize("kind", sorted(set(VARIABLE_FORMATS), key=lambda kind: kind.name))
 @pytest.mark.parametrize("number", [2**31 - 1, 2**24])
 def test_a_count_that_the_bytes_left_cannot_hold_is_rejected(kind, number):
     data = (b"\1" if kind is FieldKind.DATA_OR_ERROR else b"") + count(number)
     with pytest.raises((RemoteProtocolError, struct.error)):
-        VARIABLE[kind][1](memoryview(data + bytes(3)), 0, [])
+        VARIABLE_FORMATS[kind][1](memoryview(data + bytes(3)), 0, [])
 
 
 @pytest.mark.parametrize("number", [-1, -(2**31)])
@@ -96,7 +96,7 @@ def test_a_negative_count_is_null_only_where_null_is_allowed(number):
     assert read(FieldKind.TEXT_OR_NULL, count(number)) is None
     for kind in (FieldKind.BLOB, FieldKind.TEXT, FieldKind.INT32S, FieldKind.LINEAGE):
         with pytest.raises(RemoteProtocolError, match=r"count -\d+ at byte 0 does not fit the 0"):
-            VARIABLE[kind][1](memoryview(count(number)), 0, [])
+            VARIABLE_FORMATS[kind][1](memoryview(count(number)), 0, [])
 
 
 def test_too_many_entries_are_rejected_by_the_encoder_and_the_decoder():
@@ -145,7 +145,7 @@ def test_small_bytes_are_joined_and_large_bytes_stay_separate():
 
 
 def test_an_id_of_another_length_than_16_bytes_is_rejected():
-    to_wire = FIXED[FieldKind.RAW16].to_wire
+    to_wire = FIXED_FORMATS[FieldKind.RAW16].to_wire
     assert to_wire(memoryview(bytes(16))) == bytes(16)
     with pytest.raises(LocalProtocolError, match="expected 16 bytes, found 15"):
         to_wire(bytes(15))

@@ -620,12 +620,12 @@ def _choose_logs(
 
 def _described_cluster(old: FormerCluster) -> NewCluster:
     """Return the cluster that the options describe."""
-    from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
+    from waltz_core.storage.files.control_file import CONTROL_FILE_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415 - as above
 
     key, count = old.cluster_key, old.partitions
     if old.from_directory is not None:
-        path = old.from_directory / CONTROL_NAME
+        path = old.from_directory / CONTROL_FILE_NAME
         try:
             header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
         except OSError as error:

@@ -13,12 +13,12 @@ from waltz_core.offline.files import is_storage_directory, partitions_in, read_a
 from waltz_core.offline.layout import (
     ASSIGNED,
     AVAILABLE,
-    CONTROL_NAME,
+    CONTROL_FILE_NAME,
     DIRTY,
     ID_NAME,
     PROVISIONAL,
     SHORTENED,
-    SLOTS_NAME,
+    SLOTS_FILE_NAME,
     SUSPECT,
     TRUNCATE,
     ControlEntry,
@@ -99,16 +99,18 @@ def _read_control_files(
     path: Path,
 ) -> tuple[DecodedControlFile | None, bytes | None, dict[int, Path]]:
     """Return the control file and the ID of a storage, and its slot files by partition."""
-    if path.is_file() and path.name == SLOTS_NAME:
+    if path.is_file() and path.name == SLOTS_FILE_NAME:
         return None, None, {_partition_number(path.absolute().parent): path}
-    if path.is_file() and path.name == CONTROL_NAME:
+    if path.is_file() and path.name == CONTROL_FILE_NAME:
         return read_control(path), None, {}
     if path.is_dir() and is_storage_directory(path):
-        slot_paths = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
-        return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), slot_paths
-    if path.is_dir() and (path / SLOTS_NAME).exists():
-        return None, None, {_partition_number(path.absolute()): path / SLOTS_NAME}
-    raise BadRequest(f"{path}: expected a directory with {CONTROL_NAME} or {SLOTS_NAME}")
+        slot_paths = {
+            number: path / str(number) / SLOTS_FILE_NAME for number in partitions_in(path)
+        }
+        return read_control(path / CONTROL_FILE_NAME), read_all(path / ID_NAME), slot_paths
+    if path.is_dir() and (path / SLOTS_FILE_NAME).exists():
+        return None, None, {_partition_number(path.absolute()): path / SLOTS_FILE_NAME}
+    raise BadRequest(f"{path}: expected a directory with {CONTROL_FILE_NAME} or {SLOTS_FILE_NAME}")
 
 
 def _partition_number(directory: Path) -> int:
@@ -202,7 +204,7 @@ def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
 def _print_control(control: DecodedControlFile, entries: dict[int, ControlEntry]) -> None:
     header = control.header
     print_result(
-        f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
+        f"{CONTROL_FILE_NAME}: version {header.version}, {control.size} bytes, "
         f"{header.partition_count} partitions, created {utc_text(header.created_ms)}, cluster key "
         f"{uuid_text(header.cluster_key)}{_errors_text(header.errors)}"
     )
@@ -231,7 +233,7 @@ def _print_control(control: DecodedControlFile, entries: dict[int, ControlEntry]
 
 def _print_slots(number: int, slots: tuple[ControlSlot, ControlSlot]) -> None:
     counts = current_slot(slots, number)
-    print_result(f"{number}/{SLOTS_NAME}")
+    print_result(f"{number}/{SLOTS_FILE_NAME}")
     columns = [_slot_texts(slot, is_current=slot is counts) for slot in slots]
     print_table(
         ("", "slot 0", "slot 1"),

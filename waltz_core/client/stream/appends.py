@@ -71,11 +71,11 @@ _QUEUE_OR_DISK_FULL_OUTCOMES = (RowOutcomeCode.NO_SPACE, RowOutcomeCode.OVERLOAD
 class _FlushGroup:
     """The appends between two calls of `wait_for_earlier` (rule 5).
 
-    `unfinished` is the number of appends without an outcome; callers in `waiting` wait for all of
-    them.
+    `unfinished_count` is the number of appends without an outcome; callers in `waiting` wait for
+    all of them.
     """
 
-    unfinished: int = 0
+    unfinished_count: int = 0
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
 
@@ -363,7 +363,7 @@ class Appends:
 
     async def wait_for_earlier(self) -> None:
         """Wait until all earlier appends have their outcomes (rule 5)."""
-        if self._flush_groups[-1].unfinished:
+        if self._flush_groups[-1].unfinished_count:
             self._flush_groups.append(_FlushGroup())
         if len(self._flush_groups) > 1:
             future: asyncio.Future[None] = self._loop.create_future()
@@ -376,7 +376,7 @@ class Appends:
 
     def _join_flush_group(self) -> _FlushGroup:
         flush_group = self._flush_groups[-1]
-        flush_group.unfinished += 1
+        flush_group.unfinished_count += 1
         return flush_group
 
     # --- out
@@ -574,8 +574,8 @@ class Appends:
         self._send_gathered()
 
     def _end_append(self, append: PendingRow | _BatchSubmission) -> None:
-        append.flush_group.unfinished -= 1
-        assert append.flush_group.unfinished >= 0
+        append.flush_group.unfinished_count -= 1
+        assert append.flush_group.unfinished_count >= 0
         self.window.release(append.row_count, append.size_bytes)
 
     def _on_submission_finished(self) -> None:
@@ -588,7 +588,7 @@ class Appends:
         self._notify_flushes()
 
     def _notify_flushes(self) -> None:
-        while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
+        while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished_count:
             for future in self._flush_groups.popleft().waiting:
                 if not future.done():
                     future.set_result(None)

@@ -53,23 +53,25 @@ class Completions:
         """Register a request that has arrived; return its flush group."""
         self._counters.requests += 1
         flush_group = self._flush_groups[-1]
-        flush_group.unfinished += 1
+        flush_group.unfinished_count += 1
         return flush_group
 
     def remove_request(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """Remove a request that has ended from its flush group (rule 1)."""
-        pending.flush_group.unfinished -= 1
-        assert pending.flush_group.unfinished >= 0
-        while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
-            out.extend(BarrierReached(token) for token in self._flush_groups.popleft().waiting)
+        pending.flush_group.unfinished_count -= 1
+        assert pending.flush_group.unfinished_count >= 0
+        while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished_count:
+            out.extend(
+                BarrierReached(token) for token in self._flush_groups.popleft().waiting_tokens
+            )
 
     def flush(self, token: int) -> list[AppendOutcome]:
         """Return `BarrierReached` as soon as all requests received until now have ended."""
-        if self._flush_groups[-1].unfinished:
-            self._flush_groups[-1].waiting.append(token)
+        if self._flush_groups[-1].unfinished_count:
+            self._flush_groups[-1].waiting_tokens.append(token)
             self._flush_groups.append(FlushGroup())
         elif len(self._flush_groups) > 1:
-            self._flush_groups[-2].waiting.append(token)
+            self._flush_groups[-2].waiting_tokens.append(token)
         else:
             return [BarrierReached(token)]
         return []
@@ -77,7 +79,7 @@ class Completions:
     def abandon(self) -> list[AppendOutcome]:
         """Notify all waiting flushes and drop all groups, because the partition is released."""
         out: list[AppendOutcome] = [
-            BarrierReached(token) for group in self._flush_groups for token in group.waiting
+            BarrierReached(token) for group in self._flush_groups for token in group.waiting_tokens
         ]
         self._flush_groups = deque((FlushGroup(),))
         return out
@@ -99,12 +101,12 @@ class Completions:
         for pending in rejected:
             assert pending.reason is RowOutcomeCode.LOCK
             self._counters.rejected[RowOutcomeCode.LOCK] += 1
-            # Record the rejection before `reject_for` sets the outcome, because the conflicting
+            # Record the rejection before `reject_by_lock` sets the outcome, because the conflicting
             # transaction may be in flight (recent_rejections.py, rule 2).
             self._rejections.add(pending)
             answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
             if answer is None:
-                pending.reject_for(min(pending.conflict, self.high_water_mark))
+                pending.reject_by_lock(min(pending.conflict, self.high_water_mark))
                 answer = pending.answer(self.high_water_mark)
             out.append(answer)
             self.remove_request(pending, out)
@@ -134,7 +136,7 @@ class Completions:
         """
         if not is_proved:
             client_id = pending.req_id.client_id
-            pending.reject_unconfirmed()
+            pending.replace_unconfirmed_ahead()
             if pending.mount == self._mounts.mount_number(client_id, pending.connection):
                 self._mounts.require_remount(client_id)
         out: list[AppendOutcome] = [self._build_answer(pending)]

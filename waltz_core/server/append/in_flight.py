@@ -39,7 +39,7 @@ _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
 class InFlightBatch:
     """A batch in flight, and the append requests that end when it is committed.
 
-    `waiting` has the tokens of the mounts that wait for this batch.
+    `waiting_tokens` has the tokens of the mounts that wait for this batch.
     """
 
     entry: LineageEntry
@@ -47,14 +47,14 @@ class InFlightBatch:
     submitted_ms: int
     appends: list[PendingAppend]
     is_large: bool = False
-    waiting: list[int] = field(default_factory=list)
+    waiting_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class BatchDraft:
     """The rows that this turn and earlier turns have admitted, but not submitted yet.
 
-    `waiting` has the tokens of the mounts that wait until the whole draft is final.
+    `waiting_tokens` has the tokens of the mounts that wait until the whole draft is final.
     `must_submit_now`: the draft goes to the store at once, even while a batch is in flight.
     """
 
@@ -63,7 +63,7 @@ class BatchDraft:
     lock_rows: list[bytes] = field(default_factory=list)  # for each lock, its row in the part
     appends: list[PendingAppend] = field(default_factory=list)
     outcomes: list[AppendOutcome] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
+    waiting_tokens: list[int] = field(default_factory=list)
     is_large: bool = False
     must_submit_now: bool = False
     size_bytes: int = 0  # the size of the records; a field, because every turn reads it
@@ -189,7 +189,7 @@ class InFlightBatches:
         assert last + 1 == self.next_id
         self._submitted_last, self.submitted_ms = last, now_ms
         self._batches.append(
-            InFlightBatch(entry, batch, now_ms, draft.appends, draft.is_large, draft.waiting)
+            InFlightBatch(entry, batch, now_ms, draft.appends, draft.is_large, draft.waiting_tokens)
         )
         self.submitted_bytes += len(batch.records)
         if draft.is_large:

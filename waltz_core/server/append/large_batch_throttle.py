@@ -7,9 +7,9 @@ latency of all other appends. The limit applies to the whole server, over all it
 Rules:
     1. If all clients send large batches, or all send small requests, the throttle delays nothing.
     2. If a small request of one client is taken shortly after a large request of another client,
-       the server is *shared* for the next `SHARED_MS`. While the server is shared, large requests
-       are sent in pieces, one piece at a time. After each piece there is a pause: the time that the
-       piece took, multiplied by a factor.
+       the server is *shared* for the next `SHARED_PERIOD_MS`. While the server is shared, large
+       requests are sent in pieces, one piece at a time. After each piece there is a pause: the time
+       that the piece took, multiplied by a factor.
     3. The factor is adjusted so that small requests stay nearly as fast as without large batches.
        The *baseline* is the 99th percentile of their latency while the server is not shared. If a
        small request coincides with a piece and takes more than a fifth longer than the baseline,
@@ -32,7 +32,7 @@ from waltz_core.server.partition_events import ConnectionId
 # piece noticeably delays small requests.
 PIECE_BYTES: Final = 64 * 1024
 # How long the server is shared after a small request has coincided with large requests (rule 2).
-SHARED_MS: Final = 1_000
+SHARED_PERIOD_MS: Final = 1_000
 # The pause after a piece, as a multiple of the time that the piece took (rule 3).
 PAUSE_FACTOR_FIRST, PAUSE_FACTOR_MIN, PAUSE_FACTOR_MAX = 4.0, 0.25, 16.0
 PAUSE_FACTOR_INCREASE: Final = 1.5
@@ -87,8 +87,12 @@ class LargeBatchThrottle:
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Record that a small request takes its turn (rule 2)."""
         is_other_client = self._large_sender not in {None, connection}
-        if self._is_enabled and is_other_client and now_ms - self._large_started_ms < SHARED_MS:
-            self._shared_until_ms = now_ms + SHARED_MS
+        if (
+            self._is_enabled
+            and is_other_client
+            and now_ms - self._large_started_ms < SHARED_PERIOD_MS
+        ):
+            self._shared_until_ms = now_ms + SHARED_PERIOD_MS
 
     def on_small_request_finished(self, received_ms: int, now_ms: int) -> None:
         """Record the latency of a small request, from its arrival until it was final (rule 3)."""

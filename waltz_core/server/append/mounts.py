@@ -255,7 +255,7 @@ class Mounts:
         while len(self._disconnected_clients) > self._limit:
             self._disconnected_clients.popitem(last=False)
 
-    def on_released(self) -> None:
+    def on_partition_released(self) -> None:
         """The server has released the partition: no connection may append; fences stay (rule 1)."""
         for mount in self._mounts.values():
             mount.is_ready = False

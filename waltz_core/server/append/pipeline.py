@@ -192,7 +192,7 @@ class AppendPipeline:
                 if pending.mark_if_lost(min(last, submitted_last), self._loss_code):
                     self._mounts.require_remount(pending.req_id.client_id)
                 self._finish_part(pending, out)
-            out.extend(BarrierReached(token) for token in lost_batch.waiting)
+            out.extend(BarrierReached(token) for token in lost_batch.waiting_tokens)
         self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._lock_table is None:
             self._lock_table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
@@ -264,7 +264,7 @@ class AppendPipeline:
                     queued.append(pending)  # This append was not submitted.
                 else:
                     appends_in_doubt[id(pending)] = pending
-            out.extend(BarrierReached(token) for token in lost_batch.waiting)
+            out.extend(BarrierReached(token) for token in lost_batch.waiting_tokens)
         for pending in self._lanes.drop_all():
             if isinstance(pending, PendingBatch) and pending.validated_count:
                 appends_in_doubt[id(pending)] = pending
@@ -336,7 +336,7 @@ class AppendPipeline:
         last = self._in_flight.last
         if last is None:
             return [BarrierReached(token)]
-        last.waiting.append(token)
+        last.waiting_tokens.append(token)
         return []
 
     def answer_ahead_of_log(
@@ -426,7 +426,7 @@ class AppendPipeline:
         if len(self._in_flight):
             return True
         until_ms = self._dependent_appends.gathering_end_ms(self._in_flight.submitted_ms)
-        return now_ms < until_ms and not self._are_submissions_held and not draft.waiting
+        return now_ms < until_ms and not self._are_submissions_held and not draft.waiting_tokens
 
     def _next_request(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
         """Return the request to take now, and when the next turn may be.
@@ -497,7 +497,7 @@ class AppendPipeline:
         self._dependent_appends.begin(last)
         has_seen = message.session_id != NO_SESSION
         if has_seen and not self._dependent_appends.knows_predecessors(message, last):
-            pending.reject_for(self._high_water_mark)
+            pending.reject_by_lock(self._high_water_mark)
             self._completions.answer_final(pending, draft.outcomes)
             return
         mark = last if has_seen else self._high_water_mark
@@ -531,11 +531,11 @@ class AppendPipeline:
             draft.add(piece.part, piece.locks, piece.lock_rows)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
             self._dependent_appends.on_rows_admitted(piece)
-        for pending in piece.unsettled:
+        for pending in piece.unsettled_appends:
             if isinstance(pending, PendingBatch):
                 pending.in_flight_count += 1
             draft.appends.append(pending)
-        for pending in piece.rejected:
+        for pending in piece.rejected_appends:
             self._completions.answer_if_final(pending, draft.outcomes)
 
     # -----------------------------------------------------------------------------------------
@@ -567,7 +567,7 @@ class AppendPipeline:
                     finished.appends, lock_waiters, took_ms=took_ms, now_ms=now_ms
                 )
             )
-        out.extend(BarrierReached(token) for token in finished.waiting)
+        out.extend(BarrierReached(token) for token in finished.waiting_tokens)
 
     def _may_wait_in_lock_queue(self, pending: PendingAppend) -> TypeGuard[PendingSingle]:
         if not is_contending(pending):

@@ -28,7 +28,7 @@ from waltz_core.wire.messages import RowOutcomeCode
 
 REJECTIONS_MAX: Final = 100
 _RECORDED_REASONS: Final = (RowOutcomeCode.LOCK, RowOutcomeCode.AHEAD, RowOutcomeCode.TOO_LARGE)
-_IS_RECORDED: Final = np.array([code in _RECORDED_REASONS for code in RowOutcomeCode])
+_IS_RECORDED_BY_CODE: Final = np.array([code in _RECORDED_REASONS for code in RowOutcomeCode])
 
 
 class RejectionEntry(NamedTuple):
@@ -85,7 +85,7 @@ class RecentRejections:
                     )
                 )
             return
-        rows = np.flatnonzero(_IS_RECORDED[pending.reasons])[-REJECTIONS_MAX:]
+        rows = np.flatnonzero(_IS_RECORDED_BY_CODE[pending.reasons])[-REJECTIONS_MAX:]
         if rows.size:
             reasons, conflicts = pending.reasons[rows].tobytes(), pending.conflicts[rows].tolist()
             self._add(

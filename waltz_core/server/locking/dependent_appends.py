@@ -31,7 +31,7 @@ from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
 # The limits of the admitted transactions that are remembered, in number and bytes.
-REMEMBERED_COUNT_MAX: Final = 1_024
+REMEMBERED_TRANSACTIONS_MAX: Final = 1_024
 REMEMBERED_BYTES_MAX: Final = 4 << 20
 # The minimum interval between batches while writers wait. The server uses it to gather larger
 # batches, which costs nothing: a sync of eight transactions takes as long as a sync of one, and the
@@ -132,7 +132,10 @@ class RecentAppends:
     def _add(self, entry: _AdmittedEntry) -> None:
         self._entries.append(entry)
         self._size_bytes += entry.size_bytes
-        while len(self._entries) > REMEMBERED_COUNT_MAX or self._size_bytes > REMEMBERED_BYTES_MAX:
+        while (
+            len(self._entries) > REMEMBERED_TRANSACTIONS_MAX
+            or self._size_bytes > REMEMBERED_BYTES_MAX
+        ):
             oldest = self._entries.popleft()
             self._size_bytes -= oldest.size_bytes
             self._remembered_after = oldest.last
@@ -198,7 +201,7 @@ class DependentAppends:
         part = piece.part
         assert part is not None
         end = 0
-        for pending in piece.unsettled:
+        for pending in piece.unsettled_appends:
             if not isinstance(pending, PendingSingle):
                 self._admitted.add_rows(part.last, piece.locks)
             elif pending.transaction_id >= 0:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeGuard
 
-from waltz_core.server.locking.lock_table import REJECTED
+from waltz_core.server.locking.lock_table import NO_ID
 from waltz_core.server.locking.pending_appends import PendingAppend, PendingSingle
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import RowOutcomeCode
@@ -43,7 +43,7 @@ class _LockQueue:
     due_ms: int
     notify_interval_ms: int = NOTIFY_MS_MIN
     notified_ms: int = 0
-    last_id: int = REJECTED  # the ID of the last transaction with these locks
+    last_id: int = NO_ID  # the ID of the last transaction with these locks
     waiting: deque[tuple[PendingSingle, int]] = field(default_factory=deque)  # with deadlines
 
     @property
@@ -124,7 +124,7 @@ class LockQueues:
         if not self._queues:
             return []
         for append in finished:
-            if isinstance(append, PendingSingle) and append.transaction_id != REJECTED:
+            if isinstance(append, PendingSingle) and append.transaction_id != NO_ID:
                 key = lock_key_of(append)
                 if key in self._queues:
                     queues_by_key[key] = self._queues[key]

@@ -52,7 +52,7 @@ Mask = npt.NDArray[np.bool_]
 SLOT_COUNT: Final = 1_048_573
 SLOT_BYTES: Final = 8
 HASH_COUNT: Final = 3
-REJECTED: Final = -1
+NO_ID: Final = -1
 NO_CONFLICT: Final = -1
 # The results of `validate_one` that are not an estimate.
 PASSED: Final = -1
@@ -68,13 +68,14 @@ _UINT32_MASK: Final = 0xFFFFFFFF
 _INDEX_MASK_INT: Final = int(_INDEX_MASK)
 _I64_MIN: Final = int(np.iinfo(np.int64).min)
 _I64_MAX: Final = int(np.iinfo(np.int64).max)
-# Above every transaction ID. `_IN_BATCH + row` in a slot means "row of the batch being validated".
-_IN_BATCH: Final = 1 << 62
+# Above every transaction ID. `_BATCH_ROW_BASE + row` in a slot means "row of the batch being
+# validated".
+_BATCH_ROW_BASE: Final = 1 << 62
 # For a batch with more entries, the table does not keep the overwritten values, because the copy
 # would cost more than it saves.
 _REMEMBERED_LOCKS_MAX: Final = HASH_COUNT * 8_192
 # With a sample of this size, the estimate of false rejections has an error of about 0.5 percent.
-_SAMPLE_SLOTS: Final = 65_536
+_SAMPLE_SLOT_COUNT: Final = 65_536
 
 
 class LockRequests(NamedTuple):
@@ -95,7 +96,7 @@ class LockRequests(NamedTuple):
 class Validation(NamedTuple):
     """The result of the validation, for each row.
 
-    `ids` are consecutive over the accepted rows, and REJECTED for the others. `ahead` is true for
+    `ids` are consecutive over the accepted rows, and NO_ID for the others. `ahead` is true for
     the rows of rule 2. `conflicts` contains the estimate that has caused the rejection of a
     row, otherwise NO_CONFLICT. `pending` is true for the rows of rule 4; they wait until the ID in
     `conflicts` is final.
@@ -110,7 +111,7 @@ class Validation(NamedTuple):
     @property
     def accepted(self) -> Mask:
         """A mask of the rows that have an ID, as `batches.encode_records` expects it."""
-        accepted: Mask = self.ids != REJECTED
+        accepted: Mask = self.ids != NO_ID
         return accepted
 
 
@@ -141,8 +142,9 @@ class _Estimates(NamedTuple):
 
     rows: I64  # the row of each checked lock
     slots: I64  # (3, lock count)
-    before: I64  # (3, lock count) the slot values before the batch
-    entered: I64  # like `before`, but `_IN_BATCH + row` where this earlier row may enter
+    values_before_batch: I64  # (3, lock count)
+    # Like `values_before_batch`, but `_BATCH_ROW_BASE + row` where this earlier row may enter.
+    values_before_row: I64
 
 
 class _EnteredSlots(NamedTuple):
@@ -150,7 +152,7 @@ class _EnteredSlots(NamedTuple):
 
     last: int  # the highest ID of these rows
     slots: I64 | list[int]
-    before: I64 | list[int]
+    previous_values: I64 | list[int]
     ids: I64 | None  # the entered ID of each slot; None: all are `last`
 
 
@@ -194,12 +196,12 @@ class LockTable:
         accepted, conflicts = _decide_rows(estimates, marks, open_rows, entries)
         accepted_counts = np.cumsum(accepted)
         # A conflict with a row of this batch contains the row's number. Replace it by the row's ID.
-        is_in_batch = conflicts >= _IN_BATCH
+        is_in_batch = conflicts >= _BATCH_ROW_BASE
         if is_in_batch.any():
             conflicts[is_in_batch] = (
-                next_id - 1 + accepted_counts[conflicts[is_in_batch] - _IN_BATCH]
+                next_id - 1 + accepted_counts[conflicts[is_in_batch] - _BATCH_ROW_BASE]
             )
-        ids = np.where(accepted, next_id - 1 + accepted_counts, REJECTED)
+        ids = np.where(accepted, next_id - 1 + accepted_counts, NO_ID)
         self._enter_accepted(*entries, ids)
         return Validation(
             ids=ids,
@@ -253,7 +255,7 @@ class LockTable:
         If another server may have owned the partition since, call `reset` instead.
         """
         while self._entered and (lost_entry := self._entered.pop()).last > high_water_mark:
-            self._slots[lost_entry.slots] = lost_entry.before
+            self._slots[lost_entry.slots] = lost_entry.previous_values
             if lost_entry.ids is not None:  # A part of the rows may be in the log.
                 is_kept = lost_entry.ids <= high_water_mark
                 np.maximum.at(
@@ -300,7 +302,7 @@ class LockTable:
         Such a lock is rejected if all its three slots contain an ID above the mark. The function
         estimates the proportion of these slots from a sample.
         """
-        sample_step = max(1, self._slots.size // _SAMPLE_SLOTS)
+        sample_step = max(1, self._slots.size // _SAMPLE_SLOT_COUNT)
         return float(np.mean(self._slots[::sample_step] > mark)) ** HASH_COUNT
 
     # -----------------------------------------------------------------------------------------
@@ -322,17 +324,19 @@ class LockTable:
         saved_values = self._slots.take(entering.slots)
         before = saved_values if checked is entering else self._slots.take(checked.slots)
         self._slots[entering.slots] = _I64_MAX
-        np.minimum.at(self._slots, entries[1], entries[0] + _IN_BATCH)
+        np.minimum.at(self._slots, entries[1], entries[0] + _BATCH_ROW_BASE)
         entered = self._slots.take(checked.slots)
         self._slots[entering.slots] = saved_values
-        is_entered_earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
+        is_entered_earlier = (entered >= _BATCH_ROW_BASE) & (
+            entered - _BATCH_ROW_BASE < checked.rows
+        )
         return _Estimates(
             checked.rows, checked.slots, before, np.where(is_entered_earlier, entered, before)
         )
 
     def _enter_accepted(self, rows: I64, slots: I64, ids: I64) -> None:
         entering = ids[rows]
-        accepted = entering != REJECTED
+        accepted = entering != NO_ID
         slots, entering = slots[accepted], entering[accepted]
         if 0 < entering.size <= _REMEMBERED_LOCKS_MAX:
             before = self._slots.take(slots)
@@ -387,8 +391,8 @@ def _decide_rows(
     are decided one by one.
     """
     count = marks.size
-    lowest = _greatest_by_row(estimates.before.min(axis=0), estimates.rows, count)
-    highest = _greatest_by_row(estimates.entered.min(axis=0), estimates.rows, count)
+    lowest = _greatest_by_row(estimates.values_before_batch.min(axis=0), estimates.rows, count)
+    highest = _greatest_by_row(estimates.values_before_row.min(axis=0), estimates.rows, count)
     accepted = open_rows & (lowest <= marks)
     undecided = open_rows & (highest != lowest) & (highest > marks)
     conflicts = np.where(open_rows & ~accepted, lowest, NO_CONFLICT)
@@ -412,10 +416,12 @@ class _UndecidedSlots(NamedTuple):
     """The slots that undecided rows check, renumbered, as plain lists in row order."""
 
     rows: list[int]  # the row of each checked lock
-    indexes: list[list[int]]  # the three slots of each checked lock, as indexes into `slot_values`
+    slot_indexes: list[
+        list[int]
+    ]  # the three slots of each checked lock, as indexes into `slot_values`
     slot_values: list[int]  # the value of each slot, updated through the batch
-    entering: list[int]  # the row of each entry into one of these slots
-    targets: list[int]  # the index of the slot of each entry
+    entry_rows: list[int]  # the row of each entry into one of these slots
+    entry_slot_indexes: list[int]  # the index of the slot of each entry
 
 
 def _collect_undecided_slots(
@@ -426,17 +432,17 @@ def _collect_undecided_slots(
     slots, indexes = np.unique(estimates.slots[:, lock_positions], return_inverse=True)
     indexes = indexes.reshape(HASH_COUNT, -1)
     slot_values = np.empty(slots.size, dtype=np.int64)
-    slot_values[indexes] = estimates.before[:, lock_positions]
+    slot_values[indexes] = estimates.values_before_batch[:, lock_positions]
     rows, entered_slots = entries
     slot_indexes = np.minimum(np.searchsorted(slots, entered_slots), slots.size - 1)
     entry_positions = np.flatnonzero(slots[slot_indexes] == entered_slots)
     entry_positions = entry_positions[np.argsort(rows[entry_positions], kind="stable")]
     return _UndecidedSlots(
         rows=estimates.rows[lock_positions].tolist(),
-        indexes=indexes.T.tolist(),
+        slot_indexes=indexes.T.tolist(),
         slot_values=slot_values.tolist(),
-        entering=rows[entry_positions].tolist(),
-        targets=slot_indexes[entry_positions].tolist(),
+        entry_rows=rows[entry_positions].tolist(),
+        entry_slot_indexes=slot_indexes[entry_positions].tolist(),
     )
 
 
@@ -456,7 +462,7 @@ def _decide_in_order(
         row = rows[lock]
         while entry < entry_count and entering[entry] < row:
             if is_accepted[entering[entry]]:
-                values[targets[entry]] = _IN_BATCH + entering[entry]
+                values[targets[entry]] = _BATCH_ROW_BASE + entering[entry]
             entry += 1
         estimate = NO_CONFLICT
         while lock < lock_count and rows[lock] == row:

@@ -52,7 +52,7 @@ RETRY_MS: Final = 10
 SLICE_BLOCKS_MAX: Final = 1_024
 SLICE_LOCKS_MAX: Final = 65_536
 # The maximum number of requests without an answer, including those of sessions that have ended.
-IN_FLIGHT_MAX: Final = 4
+FETCHES_IN_FLIGHT_MAX: Final = 4
 # The number of fetch tokens for each session. These tokens are negative, so that they differ from
 # those of `reads.py`.
 _TOKENS_PER_SESSION: Final = 1 << 16
@@ -189,7 +189,7 @@ class LockTableLoader:
                 self._retry_at_ms = now_ms + RETRY_MS
                 return []
             return self._finish("locks.partially_loaded")
-        if len(self._fetches_in_progress) >= IN_FLIGHT_MAX:
+        if len(self._fetches_in_progress) >= FETCHES_IN_FLIGHT_MAX:
             return self._finish("locks.partially_loaded")
         self._fetch_count += 1
         token = -(self._session_id * _TOKENS_PER_SESSION + self._fetch_count)
@@ -220,13 +220,13 @@ class LockTableLoader:
             floor = block.end_before
         if taken_blocks:
             locks = np.frombuffer(b"".join(block.locks for block in taken_blocks), dtype=">i4")
-            ids = np.concatenate([_entered_ids(block) for block in taken_blocks])
+            ids = np.concatenate([_writer_ids(block) for block in taken_blocks])
             self._table.enter_older_locks(self._floor.last, floor.last, locks.astype(np.int32), ids)
             self._floor = floor
         return not blocks.is_exhausted
 
 
-def _entered_ids(block: LockBlock) -> I64:
+def _writer_ids(block: LockBlock) -> I64:
     """Return the writer of each lock in a block.
 
     If the block has no distances, return the block's last ID, which is not below any writer.

@@ -36,7 +36,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.locking.lock_table import NO_CONFLICT, REJECTED
+from waltz_core.server.locking.lock_table import NO_CONFLICT, NO_ID
 from waltz_core.server.partition_events import ConnectionId, SendToClient
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -51,12 +51,12 @@ U8 = npt.NDArray[np.uint8]
 
 # A request of at least this size is large: it delays small requests
 # (`append/large_batch_throttle.py`).
-LARGE_BYTES: Final = 64 * 1024
+LARGE_REQUEST_BYTES_MIN: Final = 64 * 1024
 # The number of latencies that are kept for metrics.
 LATENCIES_MAX: Final = 4_096
 _ID_STRUCT = struct.Struct(">q")
-_PACKED_NO_ID: Final = _ID_STRUCT.pack(REJECTED)
-assert REJECTED == NO_CONFLICT == -1
+_PACKED_NO_ID: Final = _ID_STRUCT.pack(NO_ID)
+assert NO_ID == NO_CONFLICT == -1
 _PACKED_REASONS: Final = {reason: bytes((reason,)) for reason in RowOutcomeCode}
 
 
@@ -64,12 +64,12 @@ _PACKED_REASONS: Final = {reason: bytes((reason,)) for reason in RowOutcomeCode}
 class FlushGroup:
     """The requests between two flushes.
 
-    `unfinished` is the number of these requests that are not final yet. `waiting` has the tokens of
-    the flushes that wait for all of them.
+    `unfinished_count` is the number of these requests that are not final yet. `waiting_tokens` has
+    the tokens of the flushes that wait for all of them.
     """
 
-    unfinished: int = 0
-    waiting: list[int] = field(default_factory=list)
+    unfinished_count: int = 0
+    waiting_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class PendingSingle:
     received_ms: int
     # The number of the mount under which the request arrived (`mounts.py`, rule 5).
     mount: int = 0
-    transaction_id: int = REJECTED
+    transaction_id: int = NO_ID
     reason: RowOutcomeCode = RowOutcomeCode.COMMITTED
     conflict: int = NO_CONFLICT
     # The session in which the transaction was validated.
@@ -97,7 +97,7 @@ class PendingSingle:
     @property
     def is_large(self) -> bool:
         """Whether small requests may overtake this request."""
-        return self.cost_bytes >= LARGE_BYTES
+        return self.cost_bytes >= LARGE_REQUEST_BYTES_MIN
 
     @property
     def is_dependent(self) -> bool:
@@ -109,21 +109,21 @@ class PendingSingle:
         """Whether the outcome of the append is AHEAD (rule 5)."""
         return self.reason is RowOutcomeCode.AHEAD
 
-    def reject_unconfirmed(self) -> None:
+    def replace_unconfirmed_ahead(self) -> None:
         """Replace AHEAD by NOT_MOUNTED, because no quorum has confirmed the session (rule 5)."""
         assert self.is_ahead
         self.reason = RowOutcomeCode.NOT_MOUNTED
 
     def reject(self, reason: RowOutcomeCode) -> None:
         """Reject the transaction: it will not be in the log, and this is final."""
-        self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
+        self.transaction_id, self.reason, self.conflict = NO_ID, reason, NO_CONFLICT
 
-    def reject_for(self, conflict: int) -> None:
+    def reject_by_lock(self, conflict: int) -> None:
         """Reject the transaction because of a lock; this is final.
 
         `conflict` is the ID of the lock's last writer, or a higher ID.
         """
-        self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
+        self.transaction_id, self.reason, self.conflict = NO_ID, RowOutcomeCode.LOCK, conflict
 
     def mark_if_lost(
         self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
@@ -136,7 +136,7 @@ class PendingSingle:
 
     def answer(self, high_water_mark: TransactionId) -> SendToClient:
         """Build the answer to the client."""
-        accepted = self.transaction_id != REJECTED
+        accepted = self.transaction_id != NO_ID
         message = AppendResult(
             self.message.req_id,
             high_water_mark,
@@ -177,7 +177,7 @@ class PendingBatch:
     @property
     def is_large(self) -> bool:
         """Whether this request may be split into pieces, and small requests may overtake it."""
-        return self.cost_bytes >= LARGE_BYTES
+        return self.cost_bytes >= LARGE_REQUEST_BYTES_MIN
 
     @property
     def is_validated(self) -> bool:
@@ -194,7 +194,7 @@ class PendingBatch:
         """Whether the outcome of at least one row is AHEAD (rule 5)."""
         return bool((self.reasons == RowOutcomeCode.AHEAD).any())
 
-    def reject_unconfirmed(self) -> None:
+    def replace_unconfirmed_ahead(self) -> None:
         """Replace AHEAD by NOT_MOUNTED, because no quorum has confirmed the session (rule 5)."""
         assert self.is_ahead
         self.reasons[self.reasons == RowOutcomeCode.AHEAD] = RowOutcomeCode.NOT_MOUNTED
@@ -204,7 +204,7 @@ class PendingBatch:
         assert self.message is not None
         self.mark = self.message.client_high_water_mark
         self.message, self.rows = None, rows
-        self.ids = np.full(rows.count, REJECTED, np.int64)
+        self.ids = np.full(rows.count, NO_ID, np.int64)
         self.conflicts = np.full(rows.count, NO_CONFLICT, np.int64)
         self.reasons = np.zeros(rows.count, np.uint8)
 
@@ -243,7 +243,7 @@ class PendingBatch:
     ) -> bool:
         """Mark the rows of rule 2 as lost, with the mark `last`; return whether there are any."""
         is_lost = (self.ids > last) | (self.conflicts > last)
-        self.ids = np.where(is_lost, REJECTED, self.ids)
+        self.ids = np.where(is_lost, NO_ID, self.ids)
         self.conflicts = np.where(is_lost, NO_CONFLICT, self.conflicts)
         self.reasons = np.where(is_lost, np.uint8(loss_reason), self.reasons)
         return bool(is_lost.any())

@@ -17,7 +17,7 @@ from waltz_core.records.record import TransactionId
 from waltz_core.server.locking.pending_appends import PendingSingle
 
 
-def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
+def lock_column_of(rows: Sequence[Sequence[int]]) -> LockColumn:
     """Return the locks of a list of rows as a column."""
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(locks) for locks in rows], out=offsets[1:])

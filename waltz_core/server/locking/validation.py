@@ -22,21 +22,21 @@ from waltz_core.records.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, Trans
 from waltz_core.server.locking.lock_table import (
     AHEAD,
     NO_CONFLICT,
+    NO_ID,
     PASSED,
-    REJECTED,
     LockRequests,
     LockTable,
     Mask,
 )
 from waltz_core.server.locking.pending_appends import PendingAppend, PendingBatch, PendingSingle
-from waltz_core.server.locking.single_records import encode_singles, lock_column
+from waltz_core.server.locking.single_records import encode_singles, lock_column_of
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, RowOutcomeCode
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
 # Up to this number of single transactions, plain Python is faster than arrays.
 ONE_BY_ONE_MAX: Final = 16
-_ROW_BYTES: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
+_PACKED_ROW_NUMBERS: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
 
 class ValidatedPiece(NamedTuple):
@@ -44,14 +44,14 @@ class ValidatedPiece(NamedTuple):
 
     `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
     the format of `lock_blocks.py`. `lock_rows` has a byte for each lock: the row of the lock's
-    record. `lock_rows` is empty if there are too many rows for a byte. `unsettled` appends wait for
-    a transaction in flight, possibly a record of this piece. `rejected` appends wait for no
+    record. `lock_rows` is empty if there are too many rows for a byte. `unsettled_appends` wait for
+    a transaction in flight, possibly a record of this piece. `rejected_appends` wait for no
     transaction.
     """
 
     part: EncodedBatch | None
-    unsettled: list[PendingAppend]
-    rejected: list[PendingAppend]
+    unsettled_appends: list[PendingAppend]
+    rejected_appends: list[PendingAppend]
     locks: bytes = b""
     lock_rows: bytes = b""
 
@@ -192,7 +192,9 @@ def validate_singles(
     lock_rows = b""
     if locks and len(accepted) <= DISTANCES_TRANSACTIONS_MAX:
         counts = [len(message.write_locks) + len(message.append_locks) for message in messages]
-        lock_rows = b"".join(_ROW_BYTES[row] * lock_count for row, lock_count in enumerate(counts))
+        lock_rows = b"".join(
+            _PACKED_ROW_NUMBERS[row] * lock_count for row, lock_count in enumerate(counts)
+        )
     packed = struct.pack(f">{len(locks)}i", *locks)
     return ValidatedPiece(encode_singles(accepted), unsettled, rejected, packed, lock_rows)
 
@@ -218,7 +220,7 @@ def _validate_one_by_one(
             results.append((next_id, NO_CONFLICT))
             next_id = TransactionId(next_id + 1)
         else:
-            results.append((REJECTED, estimate))
+            results.append((NO_ID, estimate))
     return results
 
 
@@ -229,9 +231,9 @@ def _validate_together(
     marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
     validation = table.validate(
         LockRequests(
-            lock_column([message.write_locks for message in messages]),
-            lock_column([message.read_locks for message in messages]),
-            lock_column([message.append_locks for message in messages]),
+            lock_column_of([message.write_locks for message in messages]),
+            lock_column_of([message.read_locks for message in messages]),
+            lock_column_of([message.append_locks for message in messages]),
             np.maximum(marks, BEFORE_FIRST),
         ),
         high_water_mark=in_flight.high_water_mark,

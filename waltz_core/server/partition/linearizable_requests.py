@@ -58,7 +58,7 @@ class LinearizableRequests(Generic[RequestT]):
         # When the last confirmed request was sent to the quorum; None without a confirmation.
         self.proved_ms: int | None = None
 
-    def is_fresh(self, now_ms: int) -> bool:
+    def is_proof_fresh(self, now_ms: int) -> bool:
         """Whether the last proof is recent enough to answer a request without another proof."""
         return self.proved_ms is not None and now_ms - self.proved_ms <= self._mark_staleness_ms_max
 

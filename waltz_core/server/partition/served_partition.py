@@ -64,13 +64,13 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.server.read import feeds
 from waltz_core.server.read.cache import FeedCache, TransactionCache
-from waltz_core.server.read.feeds import Feed
+from waltz_core.server.read.feeds import ClientFeeds
 from waltz_core.server.read.reads import ReadOutcome, Reads
 from waltz_core.wire import messages
 
 # While an archive attempt is running, a checkpoint is due after this multiple of the usual number
 # of transactions.
-_ARCHIVING_FACTOR: Final = 8
+_CHECKPOINT_FACTOR_WHILE_ARCHIVING: Final = 8
 
 
 class Partition:
@@ -94,7 +94,7 @@ class Partition:
         self._mounts = Mounts(limits.remembered_clients_max)
         self.pipeline = AppendPipeline(limits, self._mounts, throttle, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
-        self.feed = Feed(limits, self.reads)
+        self.feed = ClientFeeds(limits, self.reads)
         self._linearizable: LinearizableRequests[RequestReceived | PendingAppend] = (
             LinearizableRequests(limits.high_water_mark_staleness_ms_max)
         )
@@ -411,7 +411,7 @@ class Partition:
 
     def _answer_mark(self, event: RequestReceived, *, needs_proof: bool = False) -> None:
         """Answer with the high-water mark; if the last proof is too old, wait for one (rule 4)."""
-        if not needs_proof and self._linearizable.is_fresh(self._now_ms):
+        if not needs_proof and self._linearizable.is_proof_fresh(self._now_ms):
             self._effects.append(self._current_mark_answer(event))
         else:
             self._request_proof(event)
@@ -594,7 +594,7 @@ class Partition:
             age_ms = self._now_ms - self._opened_ms
             limit = self._limits.checkpoint_interval_count
             if self._store.is_archiving:
-                limit *= _ARCHIVING_FACTOR
+                limit *= _CHECKPOINT_FACTOR_WHILE_ARCHIVING
             self._is_checkpoint_due = (
                 count >= limit or self._has_store_requested_checkpoint
             ) and age_ms >= self._limits.checkpoint_interval_ms
@@ -684,7 +684,7 @@ class Partition:
         waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
-        self._mounts.on_released()
+        self._mounts.on_partition_released()
         self._effects.extend(
             answers.request_error_answer(request, not_owned_error) for request in waiting
         )

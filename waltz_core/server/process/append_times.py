@@ -52,7 +52,7 @@ class AppendTimes:
         seconds[-1].count += len(took_ms)
         seconds[-1].total_ms += sum(took_ms)
 
-    def recent(self, now_ms: int) -> list[AppendTime]:
+    def recent_append_times(self, now_ms: int) -> list[AppendTime]:
         """Return the latencies of storages that answered in the last minute, sorted by name."""
         append_times = []
         for replica, seconds in sorted(self._seconds.items()):

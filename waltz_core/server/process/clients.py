@@ -167,7 +167,7 @@ class Backend(Protocol):
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment; return which have answered."""
 
-    async def prefer(
+    async def change_preferences(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
         """Change the list of partitions of which this server is the preferred owner."""
@@ -181,13 +181,13 @@ class _ClientConnection:
     legacy_client: LegacyClientAdapter | None
     hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # those with its requests
     is_feed_paused: bool = False  # Partitions send no feed on this connection (rule 3).
-    is_read: bool = True
+    is_reading: bool = True
     # The small answers of one turn of the event loop are sent together. A system call for each
     # answer would cost more than all other work for a single append.
     outbox: list[ClientMessage] = field(default_factory=list)
     # Audited requests (rule 6), by the `id` of the message. The entry keeps the message in memory
     # until the answer, so that no other message gets the same `id`.
-    audited: dict[int, tuple[ClientMessage, AuditedRequest]] = field(default_factory=dict)
+    audited_requests: dict[int, tuple[ClientMessage, AuditedRequest]] = field(default_factory=dict)
 
 
 class ClientConnections:
@@ -280,7 +280,7 @@ class ClientConnections:
         _log.debug("client.disconnected address=%s reason=%s", client.link.address, reason)
         self._connections_to_flush.pop(connection, None)
         self._flow.close(connection)
-        for _, audited in client.audited.values():
+        for _, audited in client.audited_requests.values():
             audited.end("unknown", "the connection was closed before the answer")
         for host in client.hosts.values():
             host.post(ConnectionClosed(connection))
@@ -295,7 +295,7 @@ class ClientConnections:
         client = self._clients.get(connection)
         if client is None:
             return
-        audited = client.audited.pop(id(effect.request), None)
+        audited = client.audited_requests.pop(id(effect.request), None)
         if audited is not None:
             _write_audit_outcome(audited[1], effect.message)
         if client.legacy_client is None:
@@ -408,7 +408,7 @@ class ClientConnections:
         """
         if self._flow.is_over_limit and self._memory_check_timer is None:
             self._update_backlogs()
-        for connection in self._flow.balance():
+        for connection in self._flow.apply_memory_limit():
             self._admit_requests(connection)
         if self._flow.has_paused_connections and self._memory_check_timer is None:
             self._memory_check_timer = self._loop.call_later(
@@ -429,9 +429,9 @@ class ClientConnections:
         if client is None:
             return
         may_read = self._flow.may_read(connection)
-        if may_read == client.is_read:
+        if may_read == client.is_reading:
             return
-        client.is_read = may_read
+        client.is_reading = may_read
         if may_read:
             client.link.resume_reading()
         else:
@@ -465,7 +465,7 @@ class ClientConnections:
         if audited is None:
             self._route_request(connection, client, request, over_limit)
         else:
-            client.audited[id(message)] = message, audited
+            client.audited_requests[id(message)] = message, audited
             audited.begin(partial(self._on_audit_line_written, connection, request))
 
     def _on_audit_line_written(
@@ -632,7 +632,7 @@ class ClientConnections:
         is_added = isinstance(message, AddPreferredRequest)
         try:
             if is_done:
-                await self._backend.prefer(
+                await self._backend.change_preferences(
                     partition_ids if is_added else (), () if is_added else partition_ids
                 )
         except errors.WaltzError as error:

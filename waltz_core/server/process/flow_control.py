@@ -63,9 +63,9 @@ class AdmittedRequest(NamedTuple):
 class _Account:
     """The requests and bytes that one connection uses."""
 
-    count: int = 0
+    in_flight_count: int = 0
     in_flight_bytes: int = 0
-    waiting: deque[ClientMessage] = field(default_factory=deque)
+    waiting_requests: deque[ClientMessage] = field(default_factory=deque)
     waiting_bytes: int = 0
     backlog_bytes: int = 0
     is_congested: bool = False
@@ -77,7 +77,7 @@ class _Account:
     @property
     def has_data(self) -> bool:
         """Whether a request with data, or a read, is in progress."""
-        return self.in_flight_bytes > self.count * REQUEST_OVERHEAD_BYTES
+        return self.in_flight_bytes > self.in_flight_count * REQUEST_OVERHEAD_BYTES
 
 
 class FlowControl:
@@ -109,11 +109,11 @@ class FlowControl:
 
     def may_read(self, connection: ConnectionId) -> bool:
         """Whether the server should read more from the connection."""
-        return not self._accounts[connection].waiting and connection not in self._paused
+        return not self._accounts[connection].waiting_requests and connection not in self._paused
 
     def in_flight_count(self, connection: ConnectionId) -> int:
         """Return how many requests of the connection are in progress."""
-        return self._accounts[connection].count
+        return self._accounts[connection].in_flight_count
 
     # -----------------------------------------------------------------------------------------
     # requests and answers
@@ -123,7 +123,7 @@ class FlowControl:
         account = self._accounts[connection]
         for message in messages:
             request_bytes = _request_bytes(message)
-            account.waiting.append(message)
+            account.waiting_requests.append(message)
             account.waiting_bytes += request_bytes
             self.memory_bytes += request_bytes
 
@@ -131,12 +131,12 @@ class FlowControl:
         """Remove and return the requests that may be processed now, in order."""
         account = self._accounts.get(connection)
         admitted: list[AdmittedRequest] = []
-        while account and account.waiting and self._has_capacity(connection, account):
-            message = account.waiting.popleft()
+        while account and account.waiting_requests and self._has_capacity(connection, account):
+            message = account.waiting_requests.popleft()
             request_bytes, answer_bytes = _request_bytes(message), self._answer_bytes(message)
             account.waiting_bytes -= request_bytes
             account.in_flight_bytes += request_bytes + answer_bytes
-            account.count += 1
+            account.in_flight_count += 1
             self.memory_bytes += answer_bytes
             admitted.append(AdmittedRequest(message, request_bytes + answer_bytes))
         return admitted
@@ -146,10 +146,10 @@ class FlowControl:
         account = self._accounts.get(connection)
         if account is None or not cost_bytes:
             return
-        account.count -= 1
+        account.in_flight_count -= 1
         account.in_flight_bytes -= cost_bytes
         self.memory_bytes -= cost_bytes
-        assert account.count >= 0
+        assert account.in_flight_count >= 0
         assert account.in_flight_bytes >= 0
 
     def note_backlog(
@@ -175,7 +175,7 @@ class FlowControl:
         """Whether a connection is not read because of rule 3."""
         return bool(self._paused)
 
-    def balance(self) -> list[ConnectionId]:
+    def apply_memory_limit(self) -> list[ConnectionId]:
         """Apply rule 3; return the connections for which `admit` or `may_read` may have changed."""
         if self.is_over_limit:
             return self._pause_largest()
@@ -209,14 +209,14 @@ class FlowControl:
 
     def _has_capacity(self, connection: ConnectionId, account: _Account) -> bool:
         limits = self._limits
-        if account.is_congested or account.count >= limits.connection_in_flight_count_max:
+        if account.is_congested or account.in_flight_count >= limits.connection_in_flight_count_max:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
-        is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
+        is_read = isinstance(account.waiting_requests[0], RangeRequest | TransactionDataRequest)
         if is_read and account.has_data and self.is_over_limit:
             self._reads_waiting_for_memory[connection] = None
             return False
-        if isinstance(account.waiting[0], RangeRequest):
+        if isinstance(account.waiting_requests[0], RangeRequest):
             bytes_max //= 2
         return account.in_flight_bytes < bytes_max
 

@@ -64,14 +64,14 @@ from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, RowOu
 _log = logging.getLogger(__name__)
 
 REOPEN_PAUSE_S: Final = 2.0
-_GAUGES: Final = (
+_GAUGE_NAMES: Final = (
     "waltz_server_engaged_replicas",
     "waltz_server_high_water_mark",
     "waltz_server_feed_lag_transactions",
     "waltz_server_store_session",
     "waltz_server_first_available_transaction",
 )
-_ARCHIVE_GAUGES: Final = (
+_ARCHIVE_GAUGE_NAMES: Final = (
     "waltz_server_archived_transaction",
     "waltz_server_unarchived_transactions",
     "waltz_server_unarchived_bytes",
@@ -331,7 +331,7 @@ class Host:
         counters = self.partition.pipeline.counters
         return cost_of(counters, answers=self._answers, answer_bytes=self._answer_bytes)
 
-    def publish(self) -> None:
+    def publish_metrics(self) -> None:
         """Update the metrics of this partition."""
         self._published.publish(self.partition_id, self.partition, self._services.metrics)
         self._in_sync_metric.publish(self._replicas, self.partition.engaged)
@@ -475,7 +475,7 @@ class _PublishedCounters:
         if current == self._gauges:
             return
         self._gauges = current
-        for name, value in zip(_GAUGES, gauges, strict=True):
+        for name, value in zip(_GAUGE_NAMES, gauges, strict=True):
             metrics.set(name, value, partition=partition_id)
         locks = partition.pipeline.locks
         if locks is not None:
@@ -503,5 +503,5 @@ class _PublishedCounters:
         if values == self._archive:
             return
         self._archive = values
-        for name, value in zip(_ARCHIVE_GAUGES, values, strict=True):
+        for name, value in zip(_ARCHIVE_GAUGE_NAMES, values, strict=True):
             metrics.set(name, value, partition=partition_id)

@@ -29,7 +29,7 @@ class Preferences:
         self._suspended: dict[PartitionId, float] = {}
 
     @property
-    def suspended(self) -> list[PartitionId]:
+    def suspended_partitions(self) -> list[PartitionId]:
         """The partitions whose preference is suspended."""
         return sorted(self._suspended)
 

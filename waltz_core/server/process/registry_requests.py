@@ -140,7 +140,7 @@ class RegistryRequests:
         access: ConnectionAccess | None,
         is_closed: Callable[[], bool],
     ) -> RegistryResponse:
-        arguments = Arguments(bytes(request.arguments), self._arguments_bytes_max)
+        arguments = RegistryArguments(bytes(request.arguments), self._arguments_bytes_max)
         write = request.write
         match request.operation:
             case RegistryOperation.BEGIN:
@@ -222,7 +222,7 @@ class RegistryRequests:
             self._is_removing_expired = False
 
 
-class Arguments:
+class RegistryArguments:
     """The JSON arguments of a request, with checks; all methods raise BadRequest."""
 
     def __init__(self, data: bytes, bytes_max: int = NODE_BYTES_MAX) -> None:

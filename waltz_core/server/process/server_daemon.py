@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 METRICS_INTERVAL_S: Final = 1.0
-LAST_APPENDS_POLLS: Final = 100
+LAST_APPENDS_POLLS_MAX: Final = 100
 LAST_APPENDS_POLL_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
 # Without this pause, a partition whose storages no server can reach would move again and again.
@@ -249,7 +249,7 @@ class Server:
                 )
                 tasks.create_task(self._publish_metrics())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
-                tasks.create_task(self._run_preference_restore())
+                tasks.create_task(self._restore_preferences_periodically())
                 tasks.create_task(
                     self._failure_detector.publish_results(
                         coordinator.reachability, self._has_open_partition
@@ -258,7 +258,7 @@ class Server:
                 if self._config.balance == "load":
                     tasks.create_task(self._make_rebalancer().run())
                 on_ready(self.address)
-                await self._wait_until(stop)
+                await self._wait_for_stop(stop)
                 await self._shut_down()
         except* _ServerStopped:
             _log.info("server.stopped server=%s", self._server_id)
@@ -281,7 +281,7 @@ class Server:
             lambda: time.monotonic() >= self._without_quorum_s + times.cooldown_ms / 1000,
         )
 
-    async def _wait_until(self, stop: asyncio.Event) -> None:
+    async def _wait_for_stop(self, stop: asyncio.Event) -> None:
         """Wait until `stop` is set, or raise the error of a failed partition (host.py, rule 2)."""
         waiting = self._tasks.create_task(stop.wait())
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -293,7 +293,7 @@ class Server:
         """Shut down (rule 3); raises `_ServerStopped`, which ends all tasks."""
         self._failure_detector.stop()
         self._clients.pause()
-        for _ in range(LAST_APPENDS_POLLS):
+        for _ in range(LAST_APPENDS_POLLS_MAX):
             pipelines = [host.partition.pipeline for host in self.hosts.values()]
             if not any(pipeline.queued_bytes or pipeline.in_flight_bytes for pipeline in pipelines):
                 break
@@ -423,7 +423,7 @@ class Server:
                 storage for storage in groups if groups[storage] == self._config.group
             )
 
-    async def prefer(
+    async def change_preferences(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
         """Add and remove preferred partitions (`clients.Backend`)."""
@@ -439,7 +439,7 @@ class Server:
         )
         self._preferences.change(added, removed)
 
-    async def _run_preference_restore(self) -> None:
+    async def _restore_preferences_periodically(self) -> None:
         """Restore suspended preferences when a quorum of the partition's storages answers."""
         while True:
             await asyncio.sleep(PREFERENCE_CHECK_S)
@@ -462,7 +462,7 @@ class Server:
             suspended = [
                 partition_id
                 for partition_id in partitions
-                if partition_id in self._preferences.suspended
+                if partition_id in self._preferences.suspended_partitions
             ]
             if not suspended:
                 return
@@ -480,7 +480,7 @@ class Server:
 
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute (`clients.Backend`)."""
-        return self._append_times.recent(loop_clock_ms())
+        return self._append_times.recent_append_times(loop_clock_ms())
 
     async def next_client_id(self) -> ClientId:
         """Issue a client ID that was never used before (`clients.Backend`)."""
@@ -517,7 +517,7 @@ class Server:
             "zookeeper": zookeeper,
             "zookeeper_session": self._coordinator.session_state.name,
             "partitions": partitions,
-            "suspended_preferences": self._preferences.suspended,
+            "suspended_preferences": self._preferences.suspended_partitions,
             "silent_replicas": {
                 str(partition_id): host.silent_replicas
                 for partition_id, host in sorted(self.hosts.items())
@@ -537,7 +537,7 @@ class Server:
         metrics = self.metrics
         while True:
             for host in self.hosts.values():
-                host.publish()
+                host.publish_metrics()
             metrics.set("waltz_server_partitions", len(self.hosts))
             metrics.set(
                 "waltz_server_zookeeper_connected", self._coordinator.was_connected_recently

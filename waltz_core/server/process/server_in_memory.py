@@ -91,23 +91,23 @@ class Faults:
     def __init__(self, random: Random) -> None:
         self._random = random
         self.delay_ms = (0.0, 0.0)
-        self.rate = 0.0
-        self.count = 0
-        self.rejections = 0
+        self.loss_rate = 0.0
+        self.loss_count = 0
+        self.rejections_left = 0
         self.failures: InjectedFailures | None = None
 
-    def delay_s(self) -> float:
+    def draw_delay_s(self) -> float:
         """Draw the delay of an answer, in seconds."""
         low, high = self.delay_ms
         return (low if low == high else self._random.uniform(low, high)) / 1000
 
-    def is_lost(self) -> bool:
+    def draw_loss(self) -> bool:
         """Draw whether an append or its answer is lost."""
-        is_lost = self.rate > 0 and self._random.random() < self.rate
-        self.count += is_lost
+        is_lost = self.loss_rate > 0 and self._random.random() < self.loss_rate
+        self.loss_count += is_lost
         return is_lost
 
-    def failure(self) -> "InjectedFailures | None":
+    def take_failure(self) -> "InjectedFailures | None":
         """Return the failure of this append, if it is one of `fail_next_append`."""
         failures = self.failures
         if failures is None or failures.count <= 0:
@@ -115,17 +115,17 @@ class Faults:
         failures.count -= 1
         return failures
 
-    def random_bool(self) -> bool:
+    def draw_bool(self) -> bool:
         """Draw True or False."""
         return self._random.random() < 0.5
 
     def should_reject(self, message: ClientMessage) -> bool:
         """Whether this append is one of `reject_next`."""
-        if not self.rejections or not isinstance(message, AppendRequest):
+        if not self.rejections_left or not isinstance(message, AppendRequest):
             return False
         if not (message.write_locks or message.read_locks):
             return False
-        self.rejections -= 1
+        self.rejections_left -= 1
         return True
 
 
@@ -187,7 +187,7 @@ class MemoryServer:
         """Return nothing: there are no storages (`clients.Backend`)."""
         return ()
 
-    async def prefer(
+    async def change_preferences(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
         """Do nothing: there is only one server (`clients.Backend`)."""
@@ -195,7 +195,7 @@ class MemoryServer:
     def answer(self, effect: SendToClient) -> None:
         """Send an answer after the drawn delay (rule 3)."""
         connection = effect.connection
-        delay_s = self.faults.delay_s()
+        delay_s = self.faults.draw_delay_s()
         if not delay_s and connection not in self._delayed:
             self.clients.answer(effect)
             return
@@ -276,7 +276,7 @@ class MemoryHost:
     ) -> bool:
         """Apply the faults to an append; return True if the machine must not receive the append."""
         faults, req_id = self._server.faults, message.req_id
-        failure = faults.failure()
+        failure = faults.take_failure()
         if failure is not None:
             if not isinstance(failure.error, errors.OutcomeUnknown):
                 self._server.answer(error_answer(connection, req_id, cost_bytes, failure.error))
@@ -293,7 +293,7 @@ class MemoryHost:
             )
             self._server.answer(SendToClient(connection, result, cost_bytes))
             return True
-        return faults.is_lost() and self._lose_message(connection, req_id, enters_log=None)
+        return faults.draw_loss() and self._lose_message(connection, req_id, enters_log=None)
 
     def _lose_message(
         self, connection: ConnectionId, req_id: ReqId, *, enters_log: bool | None
@@ -302,7 +302,7 @@ class MemoryHost:
 
         Return True if the append is lost. If `enters_log` is None, the choice is random.
         """
-        if self._server.faults.random_bool() if enters_log is None else enters_log:
+        if self._server.faults.draw_bool() if enters_log is None else enters_log:
             self._unanswered_requests.add(req_id)
             return False
         self._server.clients.disconnect(connection, "an append was lost")

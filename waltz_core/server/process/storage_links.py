@@ -41,7 +41,7 @@ READ_TIMEOUT_S: Final = 15.0
 # The timeout of a read if another storage can be queried. A frozen storage does not close its
 # connections, so only a timeout detects it.
 URGENT_READ_TIMEOUT_S: Final = 2.0
-_NO_ID: Final = -1
+_NO_PARTITION_ID: Final = -1
 _ReadAnswer: TypeAlias = RangeBytes | LockBlocks
 
 
@@ -168,7 +168,9 @@ class ReadLinks:
     ) -> None:
         self._ssl = ssl
         # A storage answers readers only after this request, which contains the cluster key.
-        self._open_request = OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count)
+        self._open_request = OpenRequest(
+            _NO_PARTITION_ID, _NO_PARTITION_ID, _NO_PARTITION_ID, cluster_key, partition_count
+        )
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialing: dict[ReplicaId, asyncio.Lock] = {}
         # The links use their own sequence numbers, because the callers' sequence numbers may
@@ -220,7 +222,7 @@ class ReadLinks:
             )
             read_link = self._links[replica] = _ReadLink(link)
             link.start(
-                lambda messages: _take_answers(replica, read_link, messages),
+                lambda messages: _process_answers(replica, read_link, messages),
                 lambda reason: self._on_link_lost(replica, read_link, reason),
             )
             if link.is_closed:  # The link was closed before `start`, so `start` reports nothing.
@@ -236,19 +238,19 @@ class ReadLinks:
                 answer.set_exception(Unreachable(f"{replica}: {reason}"))
 
 
-def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Message]) -> None:
+def _process_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Message]) -> None:
     for message in messages:
         assert isinstance(message, StorageMessage)
-        if message.partition_id == _NO_ID and isinstance(message, Nack):
+        if message.partition_id == _NO_PARTITION_ID and isinstance(message, Nack):
             # This answers the open request: the storage belongs to another cluster.
             read_link.link.abort(message.message)
             return
         waiting = read_link.waiting.get(message.sequence)
         if waiting is not None and not waiting.done():
-            _settle_answer(replica, waiting, message)
+            _complete_answer(replica, waiting, message)
 
 
-def _settle_answer(
+def _complete_answer(
     replica: ReplicaId, waiting: asyncio.Future[_ReadAnswer], message: StorageMessage
 ) -> None:
     if isinstance(message, RangeBytes | LockBlocks):
@@ -273,7 +275,15 @@ async def is_reachable(
         return False
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
-            link.send(OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count))
+            link.send(
+                OpenRequest(
+                    _NO_PARTITION_ID,
+                    _NO_PARTITION_ID,
+                    _NO_PARTITION_ID,
+                    cluster_key,
+                    partition_count,
+                )
+            )
             (answer, *_) = await link.receive()
             return isinstance(answer, SuccessResponse)
     except (WaltzError, TimeoutError):

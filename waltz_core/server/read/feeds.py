@@ -79,12 +79,12 @@ FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountCaughtUp
 
 @dataclass(slots=True)
 class _ClientFeed:
-    """The feed of one client: the transactions `next` to `until` are granted."""
+    """The feed of one client: the transactions `next_id` to `until_id` are granted."""
 
     request: RequestReceived  # the mount until it is answered, then the last granted feed request
     mount_id: ReqId
-    next: TransactionId
-    until: TransactionId
+    next_id: TransactionId
+    until_id: TransactionId
     is_mounting: bool
     header_values: tuple[int, ...]  # empty: no filter
     is_granted: bool = True
@@ -96,7 +96,7 @@ class _ClientFeed:
         return self.request.connection
 
 
-class Feed:
+class ClientFeeds:
     """The feeds of one partition's clients, by the module's rules."""
 
     def __init__(self, limits: PartitionLimits, header_cache: HeaderCache) -> None:
@@ -126,7 +126,7 @@ class Feed:
     def fetched_first_ids(self) -> set[TransactionId]:
         """The first IDs of the ranges that are being fetched for feeds."""
         return {
-            client_feed.next
+            client_feed.next_id
             for client_feed in self._client_feeds.values()
             if client_feed.is_fetching
         }
@@ -136,7 +136,7 @@ class Feed:
 
         Return 0 if there is no client.
         """
-        next_ids = [client_feed.next for client_feed in self._client_feeds.values()]
+        next_ids = [client_feed.next_id for client_feed in self._client_feeds.values()]
         return self._high_water_mark + 1 - min(next_ids) if next_ids else 0
 
     # -----------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ class Feed:
             return False
         assert mark <= self._high_water_mark
         client_feed.request = request
-        client_feed.next = TransactionId(mark + 1)
-        client_feed.until = max(
+        client_feed.next_id = TransactionId(mark + 1)
+        client_feed.until_id = max(
             self._high_water_mark, TransactionId(mark + self._limits.feed_request_count_min)
         )
         client_feed.is_granted = True
@@ -269,7 +269,7 @@ class Feed:
         """Send fetched headers to all feeds that wait at the first ID of these headers."""
         out: list[FeedOutcome] = []
         for client_feed in self._client_feeds.values():
-            if client_feed.is_fetching and client_feed.next == fetched_headers.first:
+            if client_feed.is_fetching and client_feed.next_id == fetched_headers.first:
                 client_feed.is_fetching = False
                 if client_feed.connection not in self._congested:
                     self._send_frame(client_feed, fetched_headers, out)
@@ -282,23 +282,23 @@ class Feed:
         keys = [
             key
             for key, client_feed in self._client_feeds.items()
-            if client_feed.is_fetching and client_feed.next == first
+            if client_feed.is_fetching and client_feed.next_id == first
         ]
         return [self._client_feeds.pop(key).request for key in keys]
 
     def _serve_client_feed(self, client_feed: _ClientFeed, out: list[FeedOutcome]) -> bool:
         """Send a frame, end the grant, or fetch headers; return whether a frame was sent."""
-        last = min(client_feed.until, self._high_water_mark)
-        if client_feed.next > last:
+        last = min(client_feed.until_id, self._high_water_mark)
+        if client_feed.next_id > last:
             self._end_grant(client_feed, out)
             return False
-        last = min(last, TransactionId(client_feed.next + self._limits.feed_frame_count_max - 1))
-        cached_headers = self._header_cache.read_cached(client_feed.next, last)
+        last = min(last, TransactionId(client_feed.next_id + self._limits.feed_frame_count_max - 1))
+        cached_headers = self._header_cache.read_cached(client_feed.next_id, last)
         if cached_headers is None:
             client_feed.is_fetching = True
             fetch = FetchHeaders(
-                client_feed.next,
-                TransactionId(client_feed.next + self._limits.feed_frame_count_max - 1),
+                client_feed.next_id,
+                TransactionId(client_feed.next_id + self._limits.feed_frame_count_max - 1),
             )
             if fetch not in out:
                 out.append(fetch)
@@ -311,12 +311,12 @@ class Feed:
         self, client_feed: _ClientFeed, feed_headers: FeedHeaders, out: list[FeedOutcome]
     ) -> None:
         # Headers that were fetched for another feed may exceed the grant of this one.
-        count = min(feed_headers.size, client_feed.until - client_feed.next + 1)
-        assert feed_headers.first == client_feed.next
+        count = min(feed_headers.size, client_feed.until_id - client_feed.next_id + 1)
+        assert feed_headers.first == client_feed.next_id
         assert count > 0
-        assert client_feed.next + count - 1 <= self._high_water_mark
+        assert client_feed.next_id + count - 1 <= self._high_water_mark
         chain_at, chain = feed_headers.chain_at, feed_headers.chain
-        if chain_at >= client_feed.next + count:
+        if chain_at >= client_feed.next_id + count:
             chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
         headers: Buffer = memoryview(feed_headers.headers)[: count * FEED_HEADER_BYTES]
         offsets = b""
@@ -324,7 +324,7 @@ class Feed:
             headers, offsets = select_headers(headers, client_feed.header_values)
         message = FeedBatch(
             client_feed.mount_id,
-            client_feed.next,
+            client_feed.next_id,
             count,
             headers,
             self._session_id,
@@ -332,13 +332,13 @@ class Feed:
             chain,
             offsets,
         )
-        client_feed.next = TransactionId(client_feed.next + count)
+        client_feed.next_id = TransactionId(client_feed.next_id + count)
         out.append(SendToClient(client_feed.connection, message, 0))
-        if client_feed.next <= min(client_feed.until, self._high_water_mark):
+        if client_feed.next_id <= min(client_feed.until_id, self._high_water_mark):
             self._has_more = True
 
     def _end_grant(self, client_feed: _ClientFeed, out: list[FeedOutcome]) -> None:
-        if client_feed.next <= client_feed.until:
+        if client_feed.next_id <= client_feed.until_id:
             return
         client_feed.is_granted = False
         if client_feed.is_mounting:

@@ -26,7 +26,7 @@ Rules:
         damage, the error states the damage. If in the last round all replicas of the session have
         reported damage, locally and in the archive, the error is not retriable.
     12. A feed waits after `ROUNDS_MAX` rounds. The feed fails only if all replicas of the session
-        report damage, and the pause between rounds has grown to `RETRY_MAX_MS`. The feed's error is
+        report damage, and the pause between rounds has grown to `RETRY_MS_MAX`. The feed's error is
         retriable, so that the feed continues after a repair.
 """
 
@@ -95,8 +95,8 @@ I64 = npt.NDArray[np.int64]
 
 # How many times all replicas are tried for a request before the request fails.
 ROUNDS_MAX: Final = 2
-RETRY_FIRST_MS: Final = 100
-RETRY_MAX_MS: Final = 5_000
+RETRY_MS_MIN: Final = 100
+RETRY_MS_MAX: Final = 5_000
 AVOIDED_FETCH_COUNT: Final = 64
 # The number of the newest batches whose lineage entries are kept, even if the caches have dropped
 # the batches.
@@ -125,7 +125,7 @@ class _FetchKey(NamedTuple):
     last: TransactionId
     bytes_max: int
     form: int
-    is_ahead: bool = False  # rule 8
+    is_read_ahead: bool = False  # rule 8
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class _RangeFetch:
     is_for_feed: bool = False
     tried_replicas: list[ReplicaId] = field(default_factory=list)
     round_count: int = 0
-    retry_ms: int = RETRY_FIRST_MS
+    retry_ms: int = RETRY_MS_MIN
     # For rules 11 and 12: whether all replicas of this round have reported damage, and the last
     # damage with its code.
     is_damaged_everywhere: bool = True
@@ -299,7 +299,9 @@ class Reads:
         if not self._read_ahead.should_fetch(transaction_id):
             return _single_fetch_key(transaction_id)
         last = TransactionId(min(transaction_id + PREFETCH_COUNT_MAX - 1, self._high_water_mark))
-        key = _FetchKey(transaction_id, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_ahead=True)
+        key = _FetchKey(
+            transaction_id, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_read_ahead=True
+        )
         self._prefetch_keys[key] = None
         return key
 
@@ -441,10 +443,10 @@ class Reads:
             return self._ignore_answer(event.token)
         del self._running[event.token]
         if event.first_available > range_fetch.key.first:
-            return self._reject_expired(range_fetch, event.first_available)
+            return self._reject_before_log_start(range_fetch, event.first_available)
         self.failed_fetch_count += 1
         self._avoided_until[range_fetch.tried_replicas[-1]] = self.fetch_count + AVOIDED_FETCH_COUNT
-        if range_fetch.key.is_ahead:
+        if range_fetch.key.is_read_ahead:
             return self._fetch_separately(range_fetch)
         range_fetch.is_damaged_everywhere &= event.damage_code != 0
         if event.damage_code:
@@ -458,7 +460,7 @@ class Reads:
             self._fetches_to_start.append(range_fetch)
         else:
             self._delayed.append((now_ms + range_fetch.retry_ms, range_fetch))
-            range_fetch.retry_ms = min(2 * range_fetch.retry_ms, RETRY_MAX_MS)
+            range_fetch.retry_ms = min(2 * range_fetch.retry_ms, RETRY_MS_MAX)
         return out + self._start_fetches()
 
     def _on_round_ended(self, range_fetch: _RangeFetch, reason: str) -> list[ReadOutcome]:
@@ -483,18 +485,18 @@ class Reads:
         if (
             range_fetch.is_for_feed
             and range_fetch.is_damaged_everywhere
-            and range_fetch.retry_ms >= RETRY_MAX_MS
+            and range_fetch.retry_ms >= RETRY_MS_MAX
         ):
             out.append(FeedFailed(range_fetch.key.first, error))
             range_fetch.is_for_feed = False
         range_fetch.is_damaged_everywhere = True
         return out
 
-    def _reject_expired(
+    def _reject_before_log_start(
         self, range_fetch: _RangeFetch, first_available: TransactionId
     ) -> list[ReadOutcome]:
         """Reject the requests for records below the start of the log (rule 10)."""
-        if range_fetch.key.is_ahead:
+        if range_fetch.key.is_read_ahead:
             return self._fetch_separately(range_fetch)
         del self._range_fetches[range_fetch.key]
         error = BeforeLogStart(

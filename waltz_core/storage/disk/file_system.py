@@ -52,11 +52,11 @@ from waltz_core.storage.disk.page_cache import (
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
-_VECTOR_MAX: Final = 512  # POSIX guarantees 16, Linux has 1024
+_VECTOR_PARTS_MAX: Final = 512  # POSIX guarantees 16, Linux has 1024
 # The unit of `discard_unreadable`: the block of nearly all file systems. Larger blocks are not
 # punched.
 _BLOCK_BYTES: Final = 4096
-_PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_PUNCH_HOLE_FLAGS: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 # The errors that a disk, or a file system with checksums, reports for bytes that it has lost.
 _LOST_BYTES_ERRORS: Final = {
     errno.EIO,
@@ -68,9 +68,9 @@ _READ_RETRY_S: Final = 0.5
 OPEN_FILES_MAX: Final = 64
 # `prefetch` requests files up to this size completely. In larger files, it requests only the
 # following numbers of bytes at the beginning and at the end.
-_SMALL_FILE_BYTES: Final = 64 * 1024
-_BEGINNING_BYTES: Final = 4 * 1024
-_END_BYTES: Final = 16 * 1024
+_SMALL_FILE_BYTES_MAX: Final = 64 * 1024
+_PREFETCHED_BEGINNING_BYTES: Final = 4 * 1024
+_PREFETCHED_END_BYTES: Final = 16 * 1024
 
 
 class File(Protocol):
@@ -156,7 +156,7 @@ class Disk(Protocol):
         """Return the size of the file system of a directory, in bytes."""
 
 
-def make_with_parents(
+def make_directory_with_parents(
     disk: Disk,
     directory: Path,
     make_single_directory: Callable[[Path], None],
@@ -171,7 +171,7 @@ def make_with_parents(
     if disk.exists(directory):
         sync_existing(directory.parent)
         return
-    make_with_parents(disk, directory.parent, make_single_directory, sync_existing)
+    make_directory_with_parents(disk, directory.parent, make_single_directory, sync_existing)
     make_single_directory(directory)
     disk.sync_directory(directory.parent)
 
@@ -209,7 +209,7 @@ def overwrite(file: File, data: Buffer, offset: int) -> None:
         file.pwrite([data], offset)
 
 
-def remove_temporary(disk: Disk, directory: Path) -> None:
+def remove_temporary_files(disk: Disk, directory: Path) -> None:
     """Remove the temporary files that a crash in `create_durably` has left."""
     for name in disk.list(directory):
         if name.endswith(TEMPORARY_SUFFIX):
@@ -326,10 +326,10 @@ class RealFile:
                     return  # nearly always; otherwise the rest is written again
             remaining = [memoryview(part).cast("B") for part in parts if len(part)]
             while remaining:
-                written = os.pwritev(fd, remaining[:_VECTOR_MAX], offset)
+                written = os.pwritev(fd, remaining[:_VECTOR_PARTS_MAX], offset)
                 self._tail.note_write(offset, written)
                 offset += written
-                remaining = _rest_after(remaining, written)
+                remaining = _unwritten_parts(remaining, written)
         except OSError as error:
             raise _typed_error(error, "write", self._path) from error
         finally:
@@ -481,7 +481,7 @@ class RealFile:
             self._descriptors.close(self, fd)
 
 
-def _rest_after(parts: list[memoryview], written_size: int) -> list[memoryview]:
+def _unwritten_parts(parts: list[memoryview], written_size: int) -> list[memoryview]:
     """Return the parts that follow the first `written_size` bytes."""
     for position, part in enumerate(parts):
         if written_size < len(part):
@@ -512,7 +512,7 @@ def _punch_hole(fd: int, offset: int) -> None:
     """Punch a block out of a file, and keep the file's size; do nothing if this is unsupported."""
     fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
     if fallocate is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
-        fallocate(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
+        fallocate(fd, _PUNCH_HOLE_FLAGS, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def _drop_cached(fd: int, start: int, size: int) -> None:
@@ -525,11 +525,13 @@ def _prefetch_file(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
-        if size <= _SMALL_FILE_BYTES:
+        if size <= _SMALL_FILE_BYTES_MAX:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
         else:
-            os.posix_fadvise(fd, 0, _BEGINNING_BYTES, os.POSIX_FADV_WILLNEED)
-            os.posix_fadvise(fd, size - _END_BYTES, _END_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, 0, _PREFETCHED_BEGINNING_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                fd, size - _PREFETCHED_END_BYTES, _PREFETCHED_END_BYTES, os.POSIX_FADV_WILLNEED
+            )
     finally:
         os.close(fd)
 
@@ -584,7 +586,9 @@ class RealDisk:
 
     def make_directory(self, directory: Path) -> None:
         """Create a directory and its parents; make the name of each durable in its parent."""
-        make_with_parents(self, directory, self._make_single_directory, self._sync_existing)
+        make_directory_with_parents(
+            self, directory, self._make_single_directory, self._sync_existing
+        )
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
         """Create directories in a durable directory, unless they exist, with one sync for all."""

@@ -22,7 +22,7 @@ Rules:
 from typing import Final
 
 PAGE_CACHE_BYTES_MAX: Final = 16 * 1024 * 1024
-STEP_BYTES: Final = 1024 * 1024
+DROP_STEP_BYTES: Final = 1024 * 1024
 FOLIO_BYTES_MAX: Final = 2 * 1024 * 1024
 
 
@@ -62,7 +62,7 @@ class RecentPages:
         there are too few bytes to drop.
         """
         stop = self._end - self._kept_bytes
-        if stop - self._start < STEP_BYTES:
+        if stop - self._start < DROP_STEP_BYTES:
             return None
         # The last step did not drop the folio in which it ended (rule 4).
         start = max(self._first, self._start - FOLIO_BYTES_MAX)

@@ -104,7 +104,7 @@ def check_batches(
         )
 
 
-def check_repaired(
+def check_repaired_batches(
     segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]
 ) -> tuple[IdRange, ...]:
     """Check the chain hashes of the repaired batches that have no damage left; return new damage.
@@ -116,7 +116,7 @@ def check_repaired(
         ChecksumMismatch: the records do not belong to the batch.
     """
     new_damage: list[IdRange] = []
-    for chain, entry in _batches(segments, repaired):
+    for chain, entry in _readable_batches(segments, repaired):
         is_damaged = any(ids.first <= entry.last and entry.first <= ids.last for ids in damaged)
         if is_damaged or entry.first > repaired.last:  # damaged, or after the repaired batches
             continue
@@ -126,7 +126,7 @@ def check_repaired(
             NO_SESSION if previous is None else previous.session_id,
         }:
             continue  # rule 3: the chain hash proves nothing
-        crcs = _crcs(segments, entry.first, entry.last)
+        crcs = _readable_crcs(segments, entry.first, entry.last)
         wrong_ids = () if crcs is not None else _wrong_ids(segments, entry, repaired)
         new_damage += wrong_ids
         if wrong_ids:
@@ -139,7 +139,7 @@ def check_repaired(
     return tuple(new_damage)
 
 
-def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
+def _readable_batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
     """Return the readable batches that overlap a range, each with the chain hash before it."""
     try:
         entries = segments.entries(*ids, ids.last - ids.first + 1)[1]
@@ -148,7 +148,7 @@ def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry
         return segments.readable_batches(*ids)
 
 
-def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> bytes | None:
+def _readable_crcs(segments: Segments, first: TransactionId, last: TransactionId) -> bytes | None:
     """Return the CRCs of the records; None if a record is wrong or unreadable."""
     with suppress(ReadFailed):
         return segments.record_crcs(first, last)
@@ -166,7 +166,7 @@ def _wrong_ids(segments: Segments, entry: LineageEntry, repaired: IdRange) -> tu
     return tuple(
         IdRange(transaction_id, transaction_id)
         for transaction_id in other_ids
-        if _crcs(segments, transaction_id, transaction_id) is None
+        if _readable_crcs(segments, transaction_id, transaction_id) is None
     )
 
 

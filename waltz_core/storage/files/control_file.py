@@ -56,8 +56,8 @@ from waltz_core.storage.files.format import (
     partition_info_offset,
 )
 
-CONTROL_NAME: Final = "waltz-storage.ctl"
-SLOTS_NAME: Final = "waltz-x.ctl"
+CONTROL_FILE_NAME: Final = "waltz-storage.ctl"
+SLOTS_FILE_NAME: Final = "waltz-x.ctl"
 _LOCK_BYTES: Final = 128
 
 
@@ -87,7 +87,7 @@ class ControlFile:
             BadFormat: the number of partitions differs; both structures of a partition are wrong;
                 or the file is missing or too short although there are partitions (rule 5).
         """
-        path = directory / CONTROL_NAME
+        path = directory / CONTROL_FILE_NAME
         header = ControlHeader(now_ms, cluster_key, partition_count)
         if not disk.exists(path):
             _create(disk, directory, header, found="no file")
@@ -215,11 +215,11 @@ def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -
     partitions = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
     if partitions:
         raise BadFormat(
-            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, found "
-            f"{found}. The directory has files of partitions {', '.join(partitions)}, so the "
+            f"{directory / CONTROL_FILE_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, "
+            f"found {found}. The directory has files of partitions {', '.join(partitions)}, so the "
             "storage does not create a new control file: the promised store sessions would be lost"
         )
-    create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
+    create_durably(disk, directory, [(CONTROL_FILE_NAME, _new_content(header))])
 
 
 def _new_content(header: ControlHeader) -> bytes:
@@ -317,7 +317,7 @@ class SlotFile:
         blocks = [
             block_slot.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for block_slot in (older, slot)
         ]
-        return SLOTS_NAME, b"".join(blocks)
+        return SLOTS_FILE_NAME, b"".join(blocks)
 
     @classmethod
     def open(cls, disk: Disk, directory: Path, partition_id: PartitionId) -> "SlotFile":
@@ -327,7 +327,7 @@ class SlotFile:
             BadFormat: no slot is valid, or the slots belong to another partition.
             ReadFailed: the disk cannot read the slots; the older slot is not used instead.
         """
-        path = directory / SLOTS_NAME
+        path = directory / SLOTS_FILE_NAME
         file = disk.open(path)
         try:
             readable_slots = _readable_slots(file)
@@ -362,7 +362,7 @@ class SlotFile:
 
     def _identity_now(self) -> tuple[object, object]:
         directory = self._directory
-        return self._disk.identity(directory), self._disk.identity(directory / SLOTS_NAME)
+        return self._disk.identity(directory), self._disk.identity(directory / SLOTS_FILE_NAME)
 
     def write(self, slot: Slot) -> None:
         """Write a slot durably; it is the current slot from now on (rule 1)."""

@@ -33,7 +33,7 @@ from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.format import LINEAGE_ENTRY_BYTES, OFFSET_BYTES
 
-RESERVE_NAME: Final = "waltz-x.reserve"
+RESERVE_FILE_NAME: Final = "waltz-x.reserve"
 UNCHECKED_BYTES_MAX: Final = 1024 * 1024
 # The size of a new segment without records: three files of one block, their names, and a margin.
 NEW_FILES_BYTES: Final = 64 * 1024
@@ -42,7 +42,7 @@ DAY_MS: Final = 24 * SAMPLE_INTERVAL_MS
 ResultT = TypeVar("ResultT")
 
 
-def append_bytes(record_bytes: int, record_count: int, batch_count: int) -> int:
+def disk_bytes_of_append(record_bytes: int, record_count: int, batch_count: int) -> int:
     """Return the bytes that an append uses on the disk."""
     return record_bytes + OFFSET_BYTES * record_count + LINEAGE_ENTRY_BYTES * batch_count
 
@@ -125,7 +125,7 @@ class DiskSpace:
         with self._lock, suppress(DiskFailed, NoSpace):
             self._is_reserved = self._reserve_bytes == 0
             self.is_full, self._unchecked_bytes = True, 0
-            self._disk.unlink(self._directory / RESERVE_NAME)
+            self._disk.unlink(self._directory / RESERVE_FILE_NAME)
             self._disk.sync_directory(self._directory)
 
     def fill_reserve(self) -> None:
@@ -134,7 +134,7 @@ class DiskSpace:
             return
         with self._lock:
             try:
-                file = self._disk.open(self._directory / RESERVE_NAME, create=True)
+                file = self._disk.open(self._directory / RESERVE_FILE_NAME, create=True)
             except NoSpace:
                 self.is_full = True
                 return

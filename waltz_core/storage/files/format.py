@@ -45,12 +45,12 @@ from waltz_core.values import value
 VERSION: Final = 0
 Bytes = bytes | memoryview
 
-_CRC = struct.Struct(">I")
+_CRC_STRUCT = struct.Struct(">I")
 
 
 def with_crc(body: bytes, before: int = 0) -> bytes:
     """Return the bytes and then their CRC-32 (rule 4). The CRC continues the CRC `before`."""
-    return body + _CRC.pack(crc32(body, before))
+    return body + _CRC_STRUCT.pack(crc32(body, before))
 
 
 def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
@@ -65,7 +65,7 @@ def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
     if len(data) != size:
         raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
     body = bytes(data[:-4])
-    expected = _CRC.unpack_from(data, size - 4)[0]
+    expected = _CRC_STRUCT.unpack_from(data, size - 4)[0]
     found = crc32(body, before)
     if expected != found:
         raise ChecksumMismatch(f"{what}: expected CRC {expected:08x}, found {found:08x}")
@@ -104,16 +104,16 @@ def errors_with_path(path: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------
 # The header of waltz-storage.ctl. It has no CRC; if it is wrong, the storage refuses to start.
 
-CONTROL_HEADER: Final = ByteLayout(
+CONTROL_HEADER_LAYOUT: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("creation time", "q", "ms since 1970"),
     Field("cluster key", "16s"),
     Field("partition count", "i"),
     Field("reserved", "96s", "zero"),
 )
-_CONTROL_HEADER = CONTROL_HEADER.struct
+_CONTROL_HEADER_STRUCT = CONTROL_HEADER_LAYOUT.struct
 CONTROL_HEADER_BYTES: Final = 128
-assert _CONTROL_HEADER.size == CONTROL_HEADER_BYTES
+assert _CONTROL_HEADER_STRUCT.size == CONTROL_HEADER_BYTES
 PARTITIONS_MAX: Final = 1 << 20
 
 
@@ -126,13 +126,13 @@ class ControlHeader(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the 128 bytes of the header."""
-        return _CONTROL_HEADER.pack(VERSION, *self, bytes(96))
+        return _CONTROL_HEADER_STRUCT.pack(VERSION, *self, bytes(96))
 
     @staticmethod
     def decode(data: Bytes) -> "ControlHeader":
         """Decode 128 bytes (rule 2)."""
         _check_length(data, CONTROL_HEADER_BYTES, "control file header")
-        version, created_ms, key, count, reserved = _CONTROL_HEADER.unpack_from(data)
+        version, created_ms, key, count, reserved = _CONTROL_HEADER_STRUCT.unpack_from(data)
         check_version(version, "control file header")
         _check_zero(reserved, "control file header")
         if not 0 <= count <= PARTITIONS_MAX:
@@ -148,7 +148,7 @@ class ControlHeader(NamedTuple):
 # The valid structure with the greater sequence is the current one. If both are wrong, the storage
 # refuses to start.
 
-PARTITION_INFO: Final = ByteLayout(
+PARTITION_INFO_LAYOUT: Final = ByteLayout(
     Field("session ID", "q", "-1: none"),
     Field("low-water mark", "q"),
     Field("local low-water mark", "q", "where the log ended when the mark was set"),
@@ -156,10 +156,10 @@ PARTITION_INFO: Final = ByteLayout(
     Field("sequence", "i"),
     has_crc=True,
 )
-_PARTITION_INFO = PARTITION_INFO.struct
+_PARTITION_INFO_STRUCT = PARTITION_INFO_LAYOUT.struct
 PARTITION_INFO_BYTES: Final = 36
 PARTITION_ENTRY_BYTES: Final = 4 + 2 * PARTITION_INFO_BYTES
-assert _PARTITION_INFO.size + _CRC.size == PARTITION_INFO_BYTES
+assert _PARTITION_INFO_STRUCT.size + _CRC_STRUCT.size == PARTITION_INFO_BYTES
 assert PARTITION_ENTRY_BYTES == 76
 FLAG_AVAILABLE: Final = 1
 FLAG_ASSIGNED: Final = 4
@@ -176,13 +176,13 @@ class PartitionInfo(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the 36 bytes of the structure."""
-        return with_crc(_PARTITION_INFO.pack(*self))
+        return with_crc(_PARTITION_INFO_STRUCT.pack(*self))
 
     @staticmethod
     def decode(data: Bytes) -> "PartitionInfo":
         """Decode 36 bytes (rule 2)."""
         body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
-        session, mark, local_mark, flags, sequence = _PARTITION_INFO.unpack(body)
+        session, mark, local_mark, flags, sequence = _PARTITION_INFO_STRUCT.unpack(body)
         for name, number in (("session", session), ("mark", mark), ("local mark", local_mark)):
             if number < BEFORE_FIRST:
                 raise BadFormat(f"partition info: expected a {name} of at least -1, found {number}")
@@ -221,11 +221,11 @@ _SEGMENT_FIELDS = (
     Field("partition", "i"),
     Field("first transaction ID", "q", "of this segment"),
 )
-SEGMENT_HEADER: Final = ByteLayout(*_SEGMENT_FIELDS, Field("reserved", "88s", "zero"))
-_SEGMENT_HEADER = SEGMENT_HEADER.struct
+SEGMENT_HEADER_LAYOUT: Final = ByteLayout(*_SEGMENT_FIELDS, Field("reserved", "88s", "zero"))
+_SEGMENT_HEADER_STRUCT = SEGMENT_HEADER_LAYOUT.struct
 SEGMENT_HEADER_BYTES: Final = 128
 OFFSET_BYTES: Final = 8
-assert _SEGMENT_HEADER.size == SEGMENT_HEADER_BYTES
+assert _SEGMENT_HEADER_STRUCT.size == SEGMENT_HEADER_BYTES
 
 
 class SegmentHeader(NamedTuple):
@@ -238,13 +238,15 @@ class SegmentHeader(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the 128 bytes of the header."""
-        return _SEGMENT_HEADER.pack(VERSION, *self, bytes(88))
+        return _SEGMENT_HEADER_STRUCT.pack(VERSION, *self, bytes(88))
 
     @staticmethod
     def decode(data: Bytes) -> "SegmentHeader":
         """Decode 128 bytes (rule 2)."""
         _check_length(data, SEGMENT_HEADER_BYTES, "segment header")
-        version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER.unpack_from(data)
+        version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER_STRUCT.unpack_from(
+            data
+        )
         check_version(version, "segment header")
         _check_zero(reserved, "segment header")
         if first < 0:
@@ -280,7 +282,7 @@ def first_id_in_name(name: str) -> TransactionId | None:
 # also holds if the bytes are an entry of another file, or a record (a record also ends with its
 # CRC).
 
-LINEAGE_HEADER: Final = ByteLayout(
+LINEAGE_HEADER_LAYOUT: Final = ByteLayout(
     *_SEGMENT_FIELDS,
     Field("chain before", "16s", "before the first entry of this file"),
     Field("reserved", "4x", "zero"),
@@ -293,21 +295,21 @@ _BATCH_FIELDS = (
     Field("commit stamp", "q", "ms since 1970; 0: none"),
     Field("chain", "16s", "after this batch"),
 )
-LINEAGE_ENTRY: Final = ByteLayout(
+LINEAGE_ENTRY_LAYOUT: Final = ByteLayout(
     *_BATCH_FIELDS,
     Field("synced ID", "q", "the last durable ID when the entry was written"),
     Field("reserved", "4x", "zero"),
     has_crc=True,
 )
-_LINEAGE_HEADER = LINEAGE_HEADER.struct
-_LINEAGE_ENTRY = LINEAGE_ENTRY.struct
-_LINEAGE_ENTRY_AND_CRC = struct.Struct(">qqqq16sq4sI")
-_POSITION = struct.Struct(">q")
+_LINEAGE_HEADER_STRUCT = LINEAGE_HEADER_LAYOUT.struct
+_LINEAGE_ENTRY_STRUCT = LINEAGE_ENTRY_LAYOUT.struct
+_LINEAGE_ENTRY_AND_CRC_STRUCT = struct.Struct(">qqqq16sq4sI")
+_POSITION_STRUCT = struct.Struct(">q")
 LINEAGE_HEADER_BYTES: Final = 64
 LINEAGE_ENTRY_BYTES: Final = 64
-assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
-assert _LINEAGE_ENTRY.size + _CRC.size == LINEAGE_ENTRY_BYTES
-assert _LINEAGE_ENTRY_AND_CRC.size == LINEAGE_ENTRY_BYTES
+assert _LINEAGE_HEADER_STRUCT.size + _CRC_STRUCT.size == LINEAGE_HEADER_BYTES
+assert _LINEAGE_ENTRY_STRUCT.size + _CRC_STRUCT.size == LINEAGE_ENTRY_BYTES
+assert _LINEAGE_ENTRY_AND_CRC_STRUCT.size == LINEAGE_ENTRY_BYTES
 _RESERVED_ZEROS: Final = bytes(4)
 
 
@@ -324,13 +326,13 @@ class LineageHeader(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the 64 bytes of the header."""
-        return with_crc(_LINEAGE_HEADER.pack(VERSION, *self.segment, self.chain_before))
+        return with_crc(_LINEAGE_HEADER_STRUCT.pack(VERSION, *self.segment, self.chain_before))
 
     @staticmethod
     def decode(data: Bytes) -> "LineageHeader":
         """Decode 64 bytes (rule 2)."""
         body = checked_body(data, LINEAGE_HEADER_BYTES, "lineage header")
-        version, created_ms, key, partition, first, chain = _LINEAGE_HEADER.unpack(body)
+        version, created_ms, key, partition, first, chain = _LINEAGE_HEADER_STRUCT.unpack(body)
         check_version(version, "lineage header")
         _check_zero(body[-4:], "lineage header")
         if first < 0:
@@ -344,7 +346,9 @@ def encode_entry(
 ) -> bytes:
     """Return the 64 bytes of a lineage entry; `synced` is the last ID that is already durable."""
     assert BEFORE_FIRST <= synced < entry.first
-    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _entry_crc_start(segment_crc, position))
+    return with_crc(
+        _LINEAGE_ENTRY_STRUCT.pack(*entry, synced), _entry_crc_start(segment_crc, position)
+    )
 
 
 def decode_entry(
@@ -356,7 +360,7 @@ def decode_entry(
     """
     crc_start = _entry_crc_start(segment_crc, position)
     if len(data) == LINEAGE_ENTRY_BYTES:
-        values = _LINEAGE_ENTRY_AND_CRC.unpack(data)
+        values = _LINEAGE_ENTRY_AND_CRC_STRUCT.unpack(data)
         first, last, session, stamp_ms, chain, synced, reserved, stated_crc = values
         is_valid = stated_crc == crc32(data[:-4], crc_start) and reserved == _RESERVED_ZEROS
         if is_valid and BEFORE_FIRST <= synced < first <= last and first >= 0:
@@ -364,8 +368,8 @@ def decode_entry(
     # The entry is invalid: the checks below raise the specific error.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", crc_start)
     _check_zero(body[-4:], "lineage entry")
-    *fields, synced = _LINEAGE_ENTRY.unpack(body)
-    entry = _entry(fields)
+    *fields, synced = _LINEAGE_ENTRY_STRUCT.unpack(body)
+    entry = _entry_from_fields(fields)
     if not BEFORE_FIRST <= synced < entry.first:
         raise BadFormat(
             f"lineage entry: expected a synced transaction ID below {entry.first}, found {synced}"
@@ -374,10 +378,10 @@ def decode_entry(
 
 
 def _entry_crc_start(segment_crc: int, position: int) -> int:
-    return crc32(_POSITION.pack(position), segment_crc)
+    return crc32(_POSITION_STRUCT.pack(position), segment_crc)
 
 
-def _entry(fields: Sequence[Any]) -> LineageEntry:
+def _entry_from_fields(fields: Sequence[Any]) -> LineageEntry:
     first, last, session, stamp_ms, chain = fields
     if not 0 <= first <= last:
         raise BadFormat(
@@ -391,24 +395,24 @@ def _entry(fields: Sequence[Any]) -> LineageEntry:
 # ---------------------------------------------------------------------------------------------
 # waltz-x.id: the storage ID. If it is wrong, the storage refuses to start.
 
-STORAGE_ID: Final = ByteLayout(
+STORAGE_ID_LAYOUT: Final = ByteLayout(
     Field("version", "i", "0"), Field("storage ID", "16s", "a UUID"), has_crc=True
 )
-_STORAGE_ID = STORAGE_ID.struct
+_STORAGE_ID_STRUCT = STORAGE_ID_LAYOUT.struct
 STORAGE_ID_BYTES: Final = 24
-assert _STORAGE_ID.size + _CRC.size == STORAGE_ID_BYTES
+assert _STORAGE_ID_STRUCT.size + _CRC_STRUCT.size == STORAGE_ID_BYTES
 
 
 def encode_storage_id(storage_id: bytes) -> bytes:
     """Return the 24 bytes of `waltz-x.id`."""
     assert len(storage_id) == 16
-    return with_crc(_STORAGE_ID.pack(VERSION, storage_id))
+    return with_crc(_STORAGE_ID_STRUCT.pack(VERSION, storage_id))
 
 
 def decode_storage_id(data: Bytes) -> bytes:
     """Decode 24 bytes (rule 2)."""
     body = checked_body(data, STORAGE_ID_BYTES, "storage ID")
-    version, storage_id = _STORAGE_ID.unpack(body)
+    version, storage_id = _STORAGE_ID_STRUCT.unpack(body)
     check_version(version, "storage ID")
     return bytes(storage_id)
 
@@ -424,8 +428,8 @@ def decode_storage_id(data: Bytes) -> bytes:
 SLOT_BYTES: Final = 512
 SLOT_BLOCK_BYTES: Final = 4096
 SLOT_COUNT: Final = 2
-DAMAGED_MAX: Final = 19
-SLOT: Final = ByteLayout(
+DAMAGED_RANGES_MAX: Final = 19
+SLOT_LAYOUT: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("flags", "i", "1 dirty, 2 suspect, 4 provisional mark, 8 truncation, 16 shortened batch"),
     Field("partition", "i"),
@@ -444,20 +448,24 @@ SLOT: Final = ByteLayout(
     *(each._replace(name=f"shortened batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
 # The rest of the slot, in the same sector.
-SLOT_TAIL: Final = ByteLayout(
-    Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last ID"),
+SLOT_TAIL_LAYOUT: Final = ByteLayout(
+    Field(
+        "damaged ranges",
+        f"{16 * DAMAGED_RANGES_MAX}s",
+        f"{DAMAGED_RANGES_MAX} times first and last ID",
+    ),
     Field("reserved", "8s", "0"),
     Field("first ID", "q", "of the log's oldest segment"),
     Field("chain before", "16s", "the chain before the first ID"),
     Field("engaged", "I", "0: never engaged; n: engaged last in session `last session ID` + 1 - n"),
     has_crc=True,
 )
-_SLOT = SLOT.struct
-_RANGE = struct.Struct(">qq")
-assert _SLOT.size == 168
-assert SLOT.size_bytes + SLOT_TAIL.size_bytes == SLOT_BYTES
-assert DAMAGED_MAX * _RANGE.size == SLOT_TAIL.field_offsets()[0].size_bytes
-_TAIL = struct.Struct(">q16sI")
+_SLOT_STRUCT = SLOT_LAYOUT.struct
+_RANGE_STRUCT = struct.Struct(">qq")
+assert _SLOT_STRUCT.size == 168
+assert SLOT_LAYOUT.size_bytes + SLOT_TAIL_LAYOUT.size_bytes == SLOT_BYTES
+assert DAMAGED_RANGES_MAX * _RANGE_STRUCT.size == SLOT_TAIL_LAYOUT.field_offsets()[0].size_bytes
+_TAIL_STRUCT = struct.Struct(">q16sI")
 _DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _SHORTENED = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
 _LOST_NONCE: Final = b"\xff" * 16
@@ -511,10 +519,10 @@ class AckedMarker(NamedTuple):
     chain: Chain
 
 
-GENESIS: Final = AckedMarker(BEFORE_FIRST, GENESIS_CHAIN)
+GENESIS_MARKER: Final = AckedMarker(BEFORE_FIRST, GENESIS_CHAIN)
 # Replaces the chain hash of the acked marker if some records up to the marker have no batches. The
 # next opening creates batches for them (`log_recovery.py`, rule 4). No chain hash has this value.
-UNBATCHED: Final = Chain(b"\xff" * 16)
+UNBATCHED_CHAIN: Final = Chain(b"\xff" * 16)
 
 
 class TruncateIntent(NamedTuple):
@@ -547,13 +555,13 @@ class Slot:
     last_session: SessionId = NO_SESSION
     low_water_mark: TransactionId = BEFORE_FIRST
     provisional: ProvisionalMark | None = None
-    acked: AckedMarker = GENESIS
+    acked: AckedMarker = GENESIS_MARKER
     truncate: TruncateIntent | None = None
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
     engaged: SessionId = NO_SESSION  # the latest session that opened with this replica engaged
-    start: AckedMarker = GENESIS  # the end of the batch before the log's first record
+    start: AckedMarker = GENESIS_MARKER  # the end of the batch before the log's first record
 
     def has_legacy_writes(self, info: PartitionInfo) -> bool:
         """Return whether `info` shows that Waltz 0.13 has written after this slot.
@@ -576,15 +584,15 @@ class Slot:
     @property
     def is_unbatched(self) -> bool:
         """Whether the log may have records without batches."""
-        return self.acked.chain == UNBATCHED
+        return self.acked.chain == UNBATCHED_CHAIN
 
     def encode(self) -> bytes:
         """Return the 512 bytes of the slot."""
         assert len(self.nonce) == 16
-        assert len(self.damaged) <= DAMAGED_MAX
+        assert len(self.damaged) <= DAMAGED_RANGES_MAX
         provisional = self.provisional or ProvisionalMark(NO_SESSION, BEFORE_FIRST)
         truncate = self.truncate or TruncateIntent(BEFORE_FIRST, None)
-        body = _SLOT.pack(
+        body = _SLOT_STRUCT.pack(
             VERSION,
             self._flags(),
             self.partition_id,
@@ -600,11 +608,15 @@ class Slot:
             truncate.last_to_keep,
             *(truncate.shortened or (0, 0, 0, 0, GENESIS_CHAIN)),
         )
-        ranges = b"".join(_RANGE.pack(*ids) for ids in self.damaged)
-        tail = _TAIL.pack(self.start.transaction_id + 1, self.start.chain, self._sessions_back())
-        return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size - len(tail), b"\0") + tail)
+        ranges = b"".join(_RANGE_STRUCT.pack(*ids) for ids in self.damaged)
+        tail = _TAIL_STRUCT.pack(
+            self.start.transaction_id + 1, self.start.chain, self._encoded_engaged_session()
+        )
+        return with_crc(
+            (body + ranges).ljust(SLOT_BYTES - _CRC_STRUCT.size - len(tail), b"\0") + tail
+        )
 
-    def _sessions_back(self) -> int:
+    def _encoded_engaged_session(self) -> int:
         sessions_back = self.last_session - self.engaged + 1
         assert sessions_back > 0
         return 0 if self.engaged == NO_SESSION or sessions_back >= 1 << 32 else sessions_back
@@ -622,19 +634,21 @@ class Slot:
     def decode(data: Bytes) -> "Slot":
         """Decode 512 bytes (rule 2)."""
         body = checked_body(data, SLOT_BYTES, "control slot")
-        fields = _SLOT.unpack_from(body)
+        fields = _SLOT_STRUCT.unpack_from(body)
         version, flags, partition, damaged_count, sequence, control_file_sequence = fields[:6]
         promised, nonce, last_session, low_water_mark = fields[6:10]
         check_version(version, "control slot")
-        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _SHORTENED:
+        if not 0 <= damaged_count <= DAMAGED_RANGES_MAX or not 0 <= flags < 2 * _SHORTENED:
             raise BadFormat(
                 f"control slot: impossible values: damaged count {damaged_count}, flags {flags:x}"
             )
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
             raise BadFormat("control slot: expected session IDs and marks of at least -1")
-        used_bytes = _SLOT.size + damaged_count * _RANGE.size
-        _check_zero(body[used_bytes : -_TAIL.size], "control slot")
-        first, chain_before, sessions_back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
+        used_bytes = _SLOT_STRUCT.size + damaged_count * _RANGE_STRUCT.size
+        _check_zero(body[used_bytes : -_TAIL_STRUCT.size], "control slot")
+        first, chain_before, sessions_back = _TAIL_STRUCT.unpack_from(
+            body, len(body) - _TAIL_STRUCT.size
+        )
         if first < 0:
             raise BadFormat(
                 f"control slot: expected a first transaction ID of at least 0, found {first}"
@@ -652,10 +666,10 @@ class Slot:
             nonce=nonce,
             last_session=SessionId(last_session),
             low_water_mark=TransactionId(low_water_mark),
-            provisional=_provisional(flags, *fields[10:12]),
+            provisional=_decode_provisional_mark(flags, *fields[10:12]),
             acked=AckedMarker(TransactionId(fields[12]), Chain(fields[13])),
-            truncate=_truncate(flags, fields[14], fields[15:20]),
-            damaged=_damaged(body[_SLOT.size : used_bytes]),
+            truncate=_decode_truncate_intent(flags, fields[14], fields[15:20]),
+            damaged=_decode_damaged_ranges(body[_SLOT_STRUCT.size : used_bytes]),
             dirty=bool(flags & _DIRTY),
             suspect=bool(flags & _SUSPECT),
             engaged=SessionId(last_session + 1 - sessions_back) if sessions_back else NO_SESSION,
@@ -663,7 +677,7 @@ class Slot:
         )
 
 
-def _provisional(flags: int, session: int, mark: int) -> ProvisionalMark | None:
+def _decode_provisional_mark(flags: int, session: int, mark: int) -> ProvisionalMark | None:
     if not flags & _PROVISIONAL:
         return None
     if min(session, mark) < BEFORE_FIRST:
@@ -673,21 +687,23 @@ def _provisional(flags: int, session: int, mark: int) -> ProvisionalMark | None:
     return ProvisionalMark(SessionId(session), TransactionId(mark))
 
 
-def _truncate(flags: int, last_to_keep: int, shortened: Sequence[Any]) -> TruncateIntent | None:
+def _decode_truncate_intent(
+    flags: int, last_to_keep: int, shortened: Sequence[Any]
+) -> TruncateIntent | None:
     if not flags & _TRUNCATE:
         return None
     if last_to_keep < BEFORE_FIRST:
         raise BadFormat(
             f"control slot: expected a truncation that keeps -1 or more, found {last_to_keep}"
         )
-    entry = _entry(shortened) if flags & _SHORTENED else None
+    entry = _entry_from_fields(shortened) if flags & _SHORTENED else None
     return TruncateIntent(TransactionId(last_to_keep), entry)
 
 
-def _damaged(data: bytes) -> tuple[IdRange, ...]:
+def _decode_damaged_ranges(data: bytes) -> tuple[IdRange, ...]:
     ranges = []
     previous = -1
-    for first, last in _RANGE.iter_unpack(data):
+    for first, last in _RANGE_STRUCT.iter_unpack(data):
         if not previous < first <= last:
             raise BadFormat(f"control slot: the damaged range {first}..{last} is out of order")
         ranges.append(IdRange(TransactionId(first), TransactionId(last)))

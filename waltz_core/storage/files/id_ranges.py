@@ -6,11 +6,11 @@ A list has at most as many ranges as fit into a slot.
 from itertools import pairwise
 
 from waltz_core.records.record import TransactionId
-from waltz_core.storage.files.format import DAMAGED_MAX, IdRange
+from waltz_core.storage.files.format import DAMAGED_RANGES_MAX, IdRange
 
 
 def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
-    """Add a damaged range, and return the sorted, merged ranges, at most `DAMAGED_MAX`.
+    """Add a damaged range, and return the sorted, merged ranges, at most `DAMAGED_RANGES_MAX`.
 
     If there are too many, the two nearest ranges are joined: the records between them count as
     damaged, too. This costs an unnecessary repair, but no wrong record is ever returned.
@@ -21,7 +21,7 @@ def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, .
             merged[-1] = IdRange(merged[-1].first, max(merged[-1].last, ids.last))
         else:
             merged.append(ids)
-    while len(merged) > DAMAGED_MAX:
+    while len(merged) > DAMAGED_RANGES_MAX:
         gaps = [after.first - before.last for before, after in pairwise(merged)]
         position = gaps.index(min(gaps))
         merged[position : position + 2] = [
@@ -37,7 +37,9 @@ def remove_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRan
         before = IdRange(first, min(last, TransactionId(removed.first - 1)))
         after = IdRange(max(first, TransactionId(removed.last + 1)), last)
         remaining.extend(part for part in (before, after) if part.first <= part.last)
-    return tuple(remaining[:DAMAGED_MAX]) if len(remaining) <= DAMAGED_MAX else damaged
+    return (
+        tuple(remaining[:DAMAGED_RANGES_MAX]) if len(remaining) <= DAMAGED_RANGES_MAX else damaged
+    )
 
 
 def damage_up_to(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:

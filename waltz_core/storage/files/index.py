@@ -39,8 +39,8 @@ from waltz_core.storage.files.format import (
 
 I64 = npt.NDArray[np.int64]
 _BLOCK_ENTRIES: Final = 4096
-_OFFSET: Final = struct.Struct(">q")
-assert _OFFSET.size == OFFSET_BYTES
+_OFFSET_STRUCT: Final = struct.Struct(">q")
+assert _OFFSET_STRUCT.size == OFFSET_BYTES
 
 
 class OffsetIndex:
@@ -85,7 +85,7 @@ class OffsetIndex:
     def add(self, offset: int) -> None:
         """Write the offset of one more record, without the cost of arrays."""
         self.is_dirty = True
-        self._file.pwrite([_OFFSET.pack(offset)], _index_offset(self.count))
+        self._file.pwrite([_OFFSET_STRUCT.pack(offset)], _index_offset(self.count))
         self.count += 1
 
     def try_read(self, position: int, count: int) -> I64:

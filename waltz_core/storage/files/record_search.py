@@ -79,11 +79,11 @@ class PartlyReadableFile:
         parts = []
         while offset < end:
             piece_end = min(end, offset - offset % _PIECE_BYTES + _PIECE_BYTES)
-            parts.append(self._piece(piece_end - offset, offset))
+            parts.append(self._read_piece(piece_end - offset, offset))
             offset = piece_end
         return b"".join(parts)
 
-    def _piece(self, size: int, offset: int) -> bytes:
+    def _read_piece(self, size: int, offset: int) -> bytes:
         number = offset // _PIECE_BYTES
         if number not in self._unreadable_pieces:
             try:
@@ -236,7 +236,7 @@ def find_record(
     offset = hole_offset + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
-        for data_offset in _candidates(data, first, size - offset):
+        for data_offset in _candidate_offsets(data, first, size - offset):
             found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, data_offset)
             start, missing_count = offset + data_offset, found_id - first - 1
             if found_id > last or start - hole_offset < RECORD_OVERHEAD_BYTES * (missing_count + 1):
@@ -273,7 +273,7 @@ def _has_records_between(
     return (first + starts.size, offset) == (stop_id, end.offset)
 
 
-def _candidates(data: bytes, after: int, space: int) -> Iterator[int]:
+def _candidate_offsets(data: bytes, after: int, space: int) -> Iterator[int]:
     """Yield the offsets where ID and length of a record look possible, in ascending order.
 
     The arrays for this check are many times as large as the bytes, so the search works in steps.

@@ -56,7 +56,7 @@ from waltz_core.storage.files.record_search import (
 # The maximum number of records in a file of 4 GiB. If more records are missing, whole files are
 # missing, and the gap must not be treated as a hole.
 HOLE_IDS_MAX = (4 << 30) // RECORD_OVERHEAD_BYTES
-_PIECE_IDS = 1 << 16  # the IDs of a hole that are in memory at once
+_HOLE_PIECE_IDS = 1 << 16  # the IDs of a hole that are in memory at once
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 
@@ -426,7 +426,7 @@ class Segment:
             offsets.size != count + 1
             or offsets[0] < SEGMENT_HEADER_BYTES
             or offsets[-1] > self.size_bytes
-            or not _is_rising(offsets)
+            or not _is_ascending(offsets)
         ):
             raise ChecksumMismatch(
                 f"{self._path('.idx')}: the index is wrong from record {first} on"
@@ -553,8 +553,8 @@ class Segment:
                 "next segment"
             )
         pieces = [
-            (piece_position, min(_PIECE_IDS, position + count - piece_position))
-            for piece_position in range(position, position + count, _PIECE_IDS)
+            (piece_position, min(_HOLE_PIECE_IDS, position + count - piece_position))
+            for piece_position in range(position, position + count, _HOLE_PIECE_IDS)
         ]
         is_known = self._has_index_of_hole(pieces, offset, end)
         for piece_position, size in pieces:
@@ -585,7 +585,7 @@ class Segment:
         return bool(start.size and start[0] < file_size)
 
 
-def _is_rising(offsets: I64) -> bool:
+def _is_ascending(offsets: I64) -> bool:
     if offsets.size <= ONE_BY_ONE_MAX:
         values = offsets.tolist()
         return bool(values == sorted(values))  # for few values, a third of the time of arrays

@@ -38,13 +38,13 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.format import (
-    GENESIS,
+    GENESIS_MARKER,
     AckedMarker,
     IdRange,
     SegmentHeader,
     first_id_in_name,
 )
-from waltz_core.storage.files.lock_file import LockFile
+from waltz_core.storage.files.lock_block_file import LockBlockFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.wire.record_locations import FileLocation
 
@@ -75,13 +75,13 @@ class Segments:
         directory: Path,
         header_template: SegmentHeader,
         segments: list[Segment],
-        start: AckedMarker = GENESIS,
+        start: AckedMarker = GENESIS_MARKER,
     ) -> None:
         assert segments
         assert segments[0].first <= start.transaction_id + 1
         self.all = segments
         self.start = start
-        self.lock_file = LockFile(disk, directory)
+        self.lock_block_file = LockBlockFile(disk, directory)
         self.directory = directory
         self._disk = disk
         self._header_template = header_template
@@ -394,7 +394,7 @@ class Segments:
 
     def close(self) -> None:
         """Close all files."""
-        self.lock_file.close()
+        self.lock_block_file.close()
         for segment in self.all:
             segment.close()
 

@@ -23,8 +23,8 @@ Rules (decision 043):
          (`log_recovery.py`, rule 4). Then another replica may have the same records in adopted
          batches.
     2. Before a batch is dropped, the log durably states that it has records without batches
-       (`UNBATCHED` in the acked marker). The next opening, or the next session's PREPARE, creates
-       batches for these records. After that, no record is covered any more.
+       (`UNBATCHED_CHAIN` in the acked marker). The next opening, or the next session's PREPARE,
+       creates batches for these records. After that, no record is covered any more.
     3. Covered records are truncated when other records replace them, or when the decided low-water
        mark is below them, but never below the confirmed mark.
     4. When every remaining record has its batch, the log is an ordinary log again. This state is
@@ -45,7 +45,7 @@ from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, DiskFailed,
 from waltz_core.records import raw_records
 from waltz_core.records.record import NO_SESSION, LineageEntry, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
-from waltz_core.storage.files.format import UNBATCHED, AckedMarker
+from waltz_core.storage.files.format import UNBATCHED_CHAIN, AckedMarker
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import rebatching, truncation
 from waltz_core.storage.log.log_files import LogFiles
@@ -100,7 +100,7 @@ class CoveredRecords:
         shortened, end = truncation.plan_truncation(files.segments, last)
         files.sync()
         files.sync_index()
-        files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, UNBATCHED)))
+        files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, UNBATCHED_CHAIN)))
         files.covered_end = files.synced_max = last
         files.chain = files.synced_chain = end.chain if shortened is None else shortened.chain
         with files.fail_on_disk_error():

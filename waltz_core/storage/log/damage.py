@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.records.record import TransactionId
-from waltz_core.storage.files.batch_checks import check_repaired
+from waltz_core.storage.files.batch_checks import check_repaired_batches
 from waltz_core.storage.files.format import IdRange, Slot
 from waltz_core.storage.files.id_ranges import add_damage, format_ranges, remove_damage
 from waltz_core.storage.files.segments import Segments, first_invalid_record
@@ -65,7 +65,7 @@ def repair_damage(
     filled = IdRange(first, last)
     remaining = remove_damage(slot.damaged, filled)
     _prove_lost_batches(segments, filled, remaining)
-    for new_damage in check_repaired(segments, filled, remaining):  # rule 3
+    for new_damage in check_repaired_batches(segments, filled, remaining):  # rule 3
         remaining = add_damage(remaining, new_damage)
     return remaining
 

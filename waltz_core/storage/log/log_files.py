@@ -34,8 +34,8 @@ import numpy.typing as npt
 
 from waltz_core.errors import DiskFailed, MissingSegment, NoSpace, WaltzError
 from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
-from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
-from waltz_core.storage.files.format import UNBATCHED, AckedMarker, Slot
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME, SlotFile
+from waltz_core.storage.files.format import UNBATCHED_CHAIN, AckedMarker, Slot
 from waltz_core.storage.files.id_ranges import damage_after
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import truncation
@@ -81,7 +81,7 @@ class LogFiles:
         self.segments = segments
         self.slots = slots
         self.reader = LogReader(self.partition_id, segments, slots, self.write_slot)
-        self.lock_file = segments.lock_file
+        self.lock_block_file = segments.lock_block_file
         self.covered_end: TransactionId | None = None  # the reported end while records are covered
         self.synced_max = segments.last_id
         self.chain = self.synced_chain = segments.chain
@@ -156,7 +156,7 @@ class LogFiles:
             end = AckedMarker(segment_entries[-1].last, segment_entries[-1].chain)
         self.sync_count += self.segments.sync()
         self.segments.sync_index()
-        marker = AckedMarker(last, UNBATCHED) if self.slot.is_unbatched else end
+        marker = AckedMarker(last, UNBATCHED_CHAIN) if self.slot.is_unbatched else end
         if marker.transaction_id != self.segments.start.transaction_id:
             self.write_slot(replace(self.slot, acked=marker))
             self._unmarked_since_ms = 0
@@ -312,7 +312,7 @@ class LogFiles:
     def _truncate_to(self, last: TransactionId, chain: Chain) -> None:
         if self.covered_end is not None:
             self.stop_covering()
-            last, chain = min(self.slot.acked.transaction_id, self.synced_max), UNBATCHED
+            last, chain = min(self.slot.acked.transaction_id, self.synced_max), UNBATCHED_CHAIN
             self.synced_max = last
         try:
             if self.slot.acked.transaction_id > last:
@@ -338,7 +338,7 @@ class LogFiles:
         if self.covered_end is not None:
             self.covered_end = None
             self.synced_max = self.segments.last_id
-            self.chain = self.synced_chain = UNBATCHED
+            self.chain = self.synced_chain = UNBATCHED_CHAIN
 
     def mark_broken(self, reason: str) -> DiskFailed:
         """Reject all calls until the log is opened again.
@@ -358,7 +358,7 @@ class LogFiles:
         if self.files_error is None and not self.slots.is_in_place():
             self.has_failed = self.is_broken = True
             self.files_error = MissingSegment(
-                f"{self.segments.directory}: the directory or its {SLOTS_NAME} was deleted or "
+                f"{self.segments.directory}: the directory or its {SLOTS_FILE_NAME} was deleted or "
                 "replaced while this process used it"
             )
         if self.files_error is not None:

@@ -20,7 +20,7 @@ Rules:
          sequence in the control file shows that 0.13 has written. If a crash came between the
          writes of the slot and of the control file, the session in the control file shows that 0.13
          has written.
-       - An owner has left records without batches (`UNBATCHED`).
+       - An owner has left records without batches (`UNBATCHED_CHAIN`).
        - An earlier version of this storage has received the records from 0.13 servers. If such a
          server has set a provisional mark, the mark is kept without its session
          (`covered_records.py`, rule 1).
@@ -82,9 +82,9 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.storage.disk.file_system import Disk, create_durably, remove_temporary
+from waltz_core.storage.disk.file_system import Disk, create_durably, remove_temporary_files
 from waltz_core.storage.files.batch_checks import check_chain, entry_before
-from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME, SlotFile
 from waltz_core.storage.files.format import (
     NO_NONCE,
     AckedMarker,
@@ -127,9 +127,9 @@ def open_log(
     """
     if not (is_name_durable and disk.exists(directory)):
         disk.make_directory(directory)
-    remove_temporary(disk, directory)
+    remove_temporary_files(disk, directory)
     firsts = _first_ids(disk, directory)
-    if not firsts and not disk.exists(directory / SLOTS_NAME):
+    if not firsts and not disk.exists(directory / SLOTS_FILE_NAME):
         return _create_log(disk, directory, header_template, info, trust_fsync=trust_fsync)
     disk.prefetch(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
@@ -192,11 +192,12 @@ def _create_log(
 def _open_slots(
     disk: Disk, directory: Path, header_template: SegmentHeader, info: PartitionInfo
 ) -> SlotFile:
-    if disk.exists(directory / SLOTS_NAME):
+    if disk.exists(directory / SLOTS_FILE_NAME):
         return SlotFile.open(disk, directory, header_template.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
         raise BadFormat(
-            f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
+            f"{directory}: expected a file {SLOTS_FILE_NAME}, because there are .chn files; found "
+            "none"
         )
     # The sequence in the slot is below the sequence in the control file, so this opening adopts the
     # records. If a crash interrupts this opening, the next opening adopts them.
@@ -631,22 +632,24 @@ class _LogOpening:
         if crcs is not None or not self._is_adopting:
             return crcs or bytes(4 * (last - first + 1))
         ids = map(TransactionId, range(first, last + 1))
-        return b"".join(self._crc_of(segments, transaction_id) for transaction_id in ids)
+        return b"".join(
+            self._computed_or_stated_crc(segments, transaction_id) for transaction_id in ids
+        )
 
-    def _crc_of(self, segments: Segments, transaction_id: TransactionId) -> bytes:
+    def _computed_or_stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         try:
             crc = segments.record_crcs(transaction_id, transaction_id)
             if crc is None:
                 # The index may be wrong, and the record right.
                 self._note_damage(segments.diagnose(transaction_id))
                 crc = segments.record_crcs(transaction_id, transaction_id)
-            return crc or self._stated_crc(segments, transaction_id)
+            return crc or self._crc_stated_by_record(segments, transaction_id)
         except ReadFailed:
             self._note_damage((IdRange(transaction_id, transaction_id),))
             self._mark_suspect()
             return bytes(4)
 
-    def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
+    def _crc_stated_by_record(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
         # The stated CRC is the end of the record. If it is corrupt, it is zero, or most likely the
         # next record is corrupt, too.

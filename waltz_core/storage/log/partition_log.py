@@ -58,7 +58,7 @@ from waltz_core.storage.files.format import (
     SegmentHeader,
     Slot,
 )
-from waltz_core.storage.files.lock_file import LockFile
+from waltz_core.storage.files.lock_block_file import LockBlockFile
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import damage, log_recovery
 from waltz_core.storage.log.covered_records import CoveredRecords
@@ -169,9 +169,9 @@ class PartitionLog:
         return self._files.reader
 
     @property
-    def lock_file(self) -> LockFile:
+    def lock_block_file(self) -> LockBlockFile:
         """The file with the lock blocks of this log's batches."""
-        return self._files.lock_file
+        return self._files.lock_block_file
 
     @property
     def sync_count(self) -> int:

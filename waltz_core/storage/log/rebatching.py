@@ -3,7 +3,7 @@
 The opening of a log replaces the batches of records that Waltz 0.13 has written. A running log
 replaces the batches of records for which an owner sends other batches. Between the removal of the
 old batches and the creation of the new batches, records have no batch. This state is made durable
-first: by `UNBATCHED` in the acked marker, or by the slot that the opening of a log writes.
+first: by `UNBATCHED_CHAIN` in the acked marker, or by the slot that the opening of a log writes.
 
 Rules:
     1. A batch's entry is in the segment of its last record. The entry is durable when the call

@@ -27,7 +27,7 @@ from waltz_core.errors import BadFormat
 from waltz_core.records.byte_layout import ByteLayout, Field
 from waltz_core.records.record import NO_SESSION, PartitionId, SessionId
 from waltz_core.storage.disk.file_system import TEMPORARY_SUFFIX, Disk, create_durably
-from waltz_core.storage.files.control_file import SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.files.control_file import SLOTS_FILE_NAME, ControlFile, SlotFile
 from waltz_core.storage.files.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
@@ -38,12 +38,19 @@ from waltz_core.storage.files.format import (
     checked_body,
     with_crc,
 )
-from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
+from waltz_core.storage.files.lock_block_file import LOCKS_FILE_NAME, OLDER_LOCKS_FILE_NAME
 
-WIPE_NAME: Final = "waltz-x.wipe"
-_LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TEMPORARY_SUFFIX)
+WIPE_FILE_NAME: Final = "waltz-x.wipe"
+_LOG_FILE_SUFFIXES: Final = (
+    ".seg",
+    ".idx",
+    ".chn",
+    LOCKS_FILE_NAME,
+    OLDER_LOCKS_FILE_NAME,
+    TEMPORARY_SUFFIX,
+)
 
-WIPE: Final = ByteLayout(
+WIPE_LAYOUT: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("partition", "i"),
     Field("replica is kept", "i", "1: the replica starts empty and suspect; 0: it is removed"),
@@ -51,8 +58,8 @@ WIPE: Final = ByteLayout(
     Field("nonce of the promise", "16s"),
     has_crc=True,
 )
-_WIPE = WIPE.struct
-WIPE_BYTES: Final = WIPE.size_bytes
+_WIPE_STRUCT = WIPE_LAYOUT.struct
+WIPE_BYTES: Final = WIPE_LAYOUT.size_bytes
 
 
 class WipeIntent(NamedTuple):
@@ -68,7 +75,7 @@ class WipeIntent(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the 40 bytes of the intent, with a CRC."""
-        return with_crc(_WIPE.pack(VERSION, *self))
+        return with_crc(_WIPE_STRUCT.pack(VERSION, *self))
 
     @staticmethod
     def decode(data: Bytes) -> "WipeIntent":
@@ -77,7 +84,7 @@ class WipeIntent(NamedTuple):
         Raises BadFormat or ChecksumMismatch for another version, a wrong CRC or impossible values.
         """
         body = checked_body(data, WIPE_BYTES, "wipe intent")
-        version, partition, is_held, promised, nonce = _WIPE.unpack(body)
+        version, partition, is_held, promised, nonce = _WIPE_STRUCT.unpack(body)
         check_version(version, "wipe intent")
         if is_held not in {0, 1} or promised < NO_SESSION:
             raise BadFormat(f"wipe intent: impossible flag {is_held} or session {promised}")
@@ -90,7 +97,7 @@ def wipe(disk: Disk, directory: Path, control: ControlFile, intent: WipeIntent) 
     The caller must have closed the files. Raises NoSpace, with nothing changed, if the intent
     cannot be written. After DiskFailed, rule 1 applies.
     """
-    create_durably(disk, directory, [(WIPE_NAME, intent.encode())])
+    create_durably(disk, directory, [(WIPE_FILE_NAME, intent.encode())])
     finish_removal(disk, directory, control, intent.partition_id)
 
 
@@ -102,7 +109,7 @@ def finish_removal(
     Raises:
         BadFormat, ChecksumMismatch: the intent cannot be read.
     """
-    path = directory / WIPE_NAME
+    path = directory / WIPE_FILE_NAME
     if not disk.exists(path):
         return
     intent = _read(disk, path)
@@ -111,7 +118,7 @@ def finish_removal(
     flags = control.info(partition_id).flags | FLAG_ASSIGNED if intent.is_held else FLAG_AVAILABLE
     cleared_info = control.forget(partition_id, flags)
     for name in reversed(disk.list(directory)):
-        if name.endswith(_LOG_SUFFIXES):
+        if name.endswith(_LOG_FILE_SUFFIXES):
             disk.unlink(directory / name)
     disk.sync_directory(directory)
     if intent.is_held:
@@ -124,7 +131,7 @@ def finish_removal(
         )
         SlotFile.create(disk, directory, slot).close()
     else:
-        disk.unlink(directory / SLOTS_NAME)
+        disk.unlink(directory / SLOTS_FILE_NAME)
         disk.sync_directory(directory)
     disk.unlink(path)
     disk.sync_directory(directory)

@@ -31,7 +31,7 @@ PIECE_BYTES_MAX: Final = 256 * 1024
 REQUESTED_BYTES_PER_S: Final = 32 * MIB
 # The interval before the next attempt, for a partition that has no records or is busy.
 PASS_PAUSE_MS: Final = 1_000
-PROGRESS_NAME: Final = "waltz-x.scrub"
+PROGRESS_FILE_NAME: Final = "waltz-x.scrub"
 _PROGRESS_BYTES_MAX: Final = 1024 * 1024
 _FIRST_ID: Final = TransactionId(0)
 
@@ -237,23 +237,23 @@ class Scrub:
 # the progress file (rule 4): a checksum, then a line for each partition
 
 
-def write_positions(
+def write_scrub_positions(
     disk: Disk, directory: Path, positions: Mapping[PartitionId, TransactionId]
 ) -> None:
     """Write the next ID of each pass to the progress file; raises DiskFailed or NoSpace."""
     lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(positions.items()))
     body = lines.encode()
-    create_durably(disk, directory, [(PROGRESS_NAME, f"{crc32(body):08x}\n".encode() + body)])
+    create_durably(disk, directory, [(PROGRESS_FILE_NAME, f"{crc32(body):08x}\n".encode() + body)])
 
 
-def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
+def read_scrub_positions(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
     """Read the next ID of each pass from the progress file; raises DiskFailed.
 
     Return an empty dictionary if the file is missing or damaged.
     """
-    if not disk.exists(directory / PROGRESS_NAME):
+    if not disk.exists(directory / PROGRESS_FILE_NAME):
         return {}
-    file = disk.open(directory / PROGRESS_NAME)
+    file = disk.open(directory / PROGRESS_FILE_NAME)
     try:
         stated_crc, _, body = file.pread(_PROGRESS_BYTES_MAX, 0).partition(b"\n")
     finally:

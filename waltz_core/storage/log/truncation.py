@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.records.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
-from waltz_core.storage.files.format import UNBATCHED, AckedMarker, Slot, TruncateIntent
+from waltz_core.storage.files.format import UNBATCHED_CHAIN, AckedMarker, Slot, TruncateIntent
 from waltz_core.storage.files.id_ranges import damage_up_to
 from waltz_core.storage.files.segments import Segments
 
@@ -37,7 +37,9 @@ def slot_with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, shortened),
-        acked=min(slot.acked, _marker(slot, *end), key=lambda marker: marker.transaction_id),
+        acked=min(
+            slot.acked, _acked_marker_at(slot, *end), key=lambda marker: marker.transaction_id
+        ),
         provisional=provisional,
     )
 
@@ -76,14 +78,14 @@ def slot_after_truncation(slot: Slot, segments: Segments) -> Slot:
     return replace(
         slot,
         truncate=None,
-        acked=_marker(slot, segments.last_id, segments.chain),
+        acked=_acked_marker_at(slot, segments.last_id, segments.chain),
         damaged=damage_up_to(slot.damaged, segments.last_id),
     )
 
 
-def _marker(slot: Slot, last: TransactionId, chain: Chain) -> AckedMarker:
+def _acked_marker_at(slot: Slot, last: TransactionId, chain: Chain) -> AckedMarker:
     """Return the acked marker for an ID.
 
     If the records have batches, it contains the chain hash.
     """
-    return AckedMarker(last, UNBATCHED if slot.is_unbatched else chain)
+    return AckedMarker(last, UNBATCHED_CHAIN if slot.is_unbatched else chain)

@@ -38,7 +38,7 @@ from waltz_core.storage.service.admin import (
     SendAdminResponse,
 )
 from waltz_core.storage.service.admin_tasks import AdminTask
-from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
+from waltz_core.storage.service.service import ADMIN_CONNECTION, StorageIdentity
 from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport.admission.audit_log import AuditedRequest
@@ -269,10 +269,10 @@ class AdminPort:
             reader=False,
         )
         if task.partition_id not in self._served_replicas.logs:
-            return await self._read_unserved(LaneRequest(ADMINISTRATION, request))
+            return await self._read_unserved(LaneRequest(ADMIN_CONNECTION, request))
         answer = self._reads[sequence] = asyncio.get_running_loop().create_future()
         try:
-            self._post(LaneRequest(ADMINISTRATION, request))
+            self._post(LaneRequest(ADMIN_CONNECTION, request))
             return _raise_if_rejected(await answer)
         finally:
             del self._reads[sequence]

@@ -49,20 +49,20 @@ REOPEN_S_MAX: Final = 60.0
 # The maximum number of partitions that are opened at the same time. Each opening makes three syncs,
 # or six for a new partition. The file system joins concurrent syncs, so more threads would not be
 # faster.
-OPENERS_COUNT: Final = 8
+OPENERS_MAX: Final = 8
 ResultT = TypeVar("ResultT")
 
 
 def run_concurrently(
     call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]
 ) -> None:
-    """Call a function for each partition, on at most `OPENERS_COUNT` threads; block until all end.
+    """Call a function for each partition, on at most `OPENERS_MAX` threads; block until all end.
 
     All calls are made. If any fails, the first exception is raised at the end.
     """
     if not partition_ids:
         return
-    with CallThreads(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as openers:
+    with CallThreads(min(OPENERS_MAX, len(partition_ids)), "storage-opener") as openers:
         futures = [openers.submit(call, partition_id) for partition_id in partition_ids]
         wait(futures)
         for future in futures:

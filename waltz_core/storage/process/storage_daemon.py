@@ -57,7 +57,12 @@ from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, T
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.disk_space import SAMPLE_INTERVAL_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
+from waltz_core.storage.log.scrub import (
+    Scrub,
+    ScrubState,
+    read_scrub_positions,
+    write_scrub_positions,
+)
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.append_lines import log_synced_appends
 from waltz_core.storage.process.archive_rechecks import recheck_forever
@@ -99,7 +104,7 @@ SCRUB_PROGRESS_INTERVAL_S: Final = 60.0
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ARCHIVE_READ_THREADS: Final = 4
 # The log levels of reports; all other reports have level DEBUG.
-LEVELS: Final = {
+LOG_LEVELS: Final = {
     "storage.disk_failed": logging.WARNING,
     "storage.disk_full": logging.WARNING,
     "storage.files_replaced": logging.WARNING,
@@ -331,7 +336,7 @@ class StorageDaemon:
                     await self._shut_down(replicas)
             except* _StorageStopped:
                 if not self._has_pending_work:  # otherwise no thread may be free
-                    write = partial(self._write_positions, machine.scrub_positions)
+                    write = partial(self._write_scrub_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.stopped address=%s", self.address)
 
@@ -339,7 +344,7 @@ class StorageDaemon:
         self, engine: StorageEngine, machine: StorageService, served_replicas: ServedReplicas
     ) -> None:
         async with TaskGroup() as tasks:
-            tasks.create_task(self._keep_positions(machine))
+            tasks.create_task(self._save_scrub_positions(machine))
             tasks.create_task(self._sample_space(engine.space))
             sharing = self._segments.serve(self.address, engine, served_replicas, self._pool)
             tasks.create_task(sharing)
@@ -355,7 +360,7 @@ class StorageDaemon:
         scrub = Scrub(
             bytes_per_s=config.scrub_bytes_per_s,
             interval_ms=config.scrub_interval_ms,
-            positions=await self._in_thread(self._read_positions),
+            positions=await self._in_thread(self._read_scrub_positions),
         )
         limits = archive_jobs.ArchiveLimits(
             config.archive_object_bytes, config.archive_age_ms, config.archive_bytes_per_s
@@ -369,27 +374,27 @@ class StorageDaemon:
             retention=RetentionLimits(config.local_retention_bytes, config.local_retention_ms),
         )
 
-    def _read_positions(self) -> dict[PartitionId, TransactionId]:
+    def _read_scrub_positions(self) -> dict[PartitionId, TransactionId]:
         try:
-            return read_positions(RealDisk(), Path(self._config.directory))
+            return read_scrub_positions(RealDisk(), Path(self._config.directory))
         except errors.WaltzError as error:
             _log.warning("storage.scrub_restarted error=%s", error)
             return {}
 
-    def _write_positions(self, positions: Mapping[PartitionId, TransactionId]) -> None:
+    def _write_scrub_positions(self, positions: Mapping[PartitionId, TransactionId]) -> None:
         try:
-            write_positions(RealDisk(), Path(self._config.directory), positions)
+            write_scrub_positions(RealDisk(), Path(self._config.directory), positions)
         except errors.WaltzError as error:
             _log.warning("storage.scrub_progress_save_failed error=%s", error)
 
-    async def _keep_positions(self, machine: StorageService) -> None:
+    async def _save_scrub_positions(self, machine: StorageService) -> None:
         """Write the progress of the scrub at intervals, so that a restart continues from it."""
         saved_positions: Mapping[PartitionId, TransactionId] = {}
         while True:
             await asyncio.sleep(SCRUB_PROGRESS_INTERVAL_S)
             positions = machine.scrub_positions
             if positions != saved_positions:
-                await self._in_thread(partial(self._write_positions, positions))
+                await self._in_thread(partial(self._write_scrub_positions, positions))
                 saved_positions = positions
 
     async def _sample_space(self, space: DiskSpace) -> None:
@@ -649,7 +654,7 @@ class StorageDaemon:
                 link.resume_reading()
 
     def _answer(self, connection: ConnectionId, message: StorageMessage) -> None:
-        if connection == service.ADMINISTRATION:
+        if connection == service.ADMIN_CONNECTION:
             assert self._admin is not None
             self._admin.on_answered(message)
             return
@@ -764,7 +769,7 @@ class StorageDaemon:
 
     def _report(self, report: Report) -> None:
         self._storage_metrics.report(report)
-        log_report(_log, LEVELS.get(report.name, logging.DEBUG), report)
+        log_report(_log, LOG_LEVELS.get(report.name, logging.DEBUG), report)
 
     async def _with_timeout(self, what: str, call: Callable[[], None], limit_s: float) -> None:
         """Run a call on a thread at shutdown; if it takes too long, log this and continue."""

@@ -78,7 +78,7 @@ from waltz_core.wire.admin_messages import AdminMessage
 from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 
 # The maximum number of requests that wait, over all connections; there are only a few operators.
-WAITING_MAX: Final = 256
+WAITING_REQUESTS_MAX: Final = 256
 # The names of the gauges for the fields of `DiskStatus`, in their order.
 DISK_GAUGES: Final = (
     "free-bytes",
@@ -142,7 +142,7 @@ class RunAdminTask:
 Effect: TypeAlias = SendAdminResponse | RunAdminTask | Report
 
 RequestHandler: TypeAlias = Generator[AdminTask, object, AdminMessage]
-_CHANGES: Final = (
+_CHANGE_REQUESTS: Final = (
     wire.SetAvailable,
     wire.SetAssigned,
     wire.RemovePartition,
@@ -209,14 +209,15 @@ class AdminService:
         return effects
 
     def _receive_request(self, request: AdminRequest) -> None:
-        if len(self._suspended_handlers) + len(self._waiting_requests) >= WAITING_MAX:
+        if len(self._suspended_handlers) + len(self._waiting_requests) >= WAITING_REQUESTS_MAX:
             self._reject_request(
                 request,
                 Overloaded(
-                    f"{WAITING_MAX} administration requests are waiting already, which is the limit"
+                    f"{WAITING_REQUESTS_MAX} administration requests are waiting already, which is "
+                    "the limit"
                 ),
             )
-        elif not isinstance(request.message, _CHANGES):
+        elif not isinstance(request.message, _CHANGE_REQUESTS):
             self._begin_request(request)
         elif self._running_change is None:
             self._running_change = request
@@ -255,7 +256,7 @@ class AdminService:
                 task = handler.throw(_disconnected_error())
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
-            if isinstance(request.message, _CHANGES):
+            if isinstance(request.message, _CHANGE_REQUESTS):
                 self._report_event("storage.admin_request_completed", request)
         except WaltzError as error:
             self._reject_request(request, error)
@@ -315,7 +316,7 @@ class AdminService:
         def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
             yield admin_tasks.SetAvailableTask(partition_id, message.is_available)
 
-        yield from _for_each(message.partitions, change)
+        yield from _apply_to_each(message.partitions, change)
         return wire.Done(message.sequence)
 
     def _set_assigned(self, message: wire.SetAssigned) -> RequestHandler:
@@ -327,7 +328,7 @@ class AdminService:
                     partition_id, deletes_files=message.deletes_files, is_forced=False
                 )
 
-        yield from _for_each(message.partitions, change)
+        yield from _apply_to_each(message.partitions, change)
         return wire.Done(message.sequence)
 
     def _remove(self, message: wire.RemovePartition) -> RequestHandler:
@@ -358,7 +359,7 @@ class AdminService:
             if state.is_engaged:
                 raise BadRequest(
                     f"the replica of partition {partition_id} was not deleted, because "
-                    f"{_is_engaged_error(state)}. Hint: take it offline first (`storage "
+                    f"{_engaged_replicas_text(state)}. Hint: take it offline first (`storage "
                     "availability`), so that the session continues without it, or use --force."
                 )
         yield admin_tasks.ReSeedTask(partition_id)
@@ -495,7 +496,7 @@ def _disconnected_error() -> WaltzError:
     return Unavailable("the connection was closed before the request was done")
 
 
-def _for_each(
+def _apply_to_each(
     partitions: Sequence[int], change: Callable[[PartitionId], Generator[AdminTask, object, None]]
 ) -> Generator[AdminTask, object, None]:
     """Apply a change to each partition; an error names the partitions that are done (rule 4)."""
@@ -526,13 +527,13 @@ def _remove_partition(
     if state.is_engaged and not is_forced:
         raise BadRequest(
             f"the replica of partition {partition_id} was not removed, because "
-            f"{_is_engaged_error(state)}. Hint: the server that owns the partition drops the "
+            f"{_engaged_replicas_text(state)}. Hint: the server that owns the partition drops the "
             "replica as soon as it can; try again, or use --force."
         )
     yield Unassign(partition_id, deletes_files)
 
 
-def _is_engaged_error(state: ZooKeeperState) -> str:
+def _engaged_replicas_text(state: ZooKeeperState) -> str:
     """Describe the engaged replicas, and state how many of them are left without this one."""
     remaining_count, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
     names = ", ".join(state.engaged)

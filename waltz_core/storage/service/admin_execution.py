@@ -109,12 +109,12 @@ def replica_status_of(
         is_available=bool(info.flags & FLAG_AVAILABLE),
         is_served=is_served,
         info=info,
-        log=None if log is None else _facts_of(log),
+        log=None if log is None else _log_status_of(log),
         reason=reason if log is None else "",
     )
 
 
-def _facts_of(log: PartitionLog) -> LogStatus:
+def _log_status_of(log: PartitionLog) -> LogStatus:
     # NB: another thread may append at the same time. So the facts of a served log are a snapshot,
     # and this code must not read the files of the log.
     synced_max, chain = log.synced_end

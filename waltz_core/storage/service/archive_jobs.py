@@ -462,7 +462,7 @@ def _range_result(
     elif error:
         effects.append(Report("storage.archive_failed", failure))
     if new_manifest is None:
-        new_manifest = NewManifest(*_present_end(message), 0, "", 0)
+        new_manifest = NewManifest(*_recorded_end(message), 0, "", 0)
     elif isinstance(message, ReplaceObject):
         if new_manifest.name:
             effects.append(
@@ -486,7 +486,7 @@ def _range_result(
     return [SendStorageMessage(job.connection, notice), *effects]
 
 
-def _present_end(message: RangeToWrite) -> tuple[TransactionId, Chain]:
+def _recorded_end(message: RangeToWrite) -> tuple[TransactionId, Chain]:
     """Return the last ID and chain hash of the manifest that the owner has recorded."""
     if isinstance(message, ReplaceObject):
         return TransactionId(message.archived), Chain(message.chain)

@@ -52,8 +52,8 @@ from waltz_core.wire.messages import (
 # Several requests for each thread that reads the archive; a reader has one request at a time.
 QUERIES_MAX: Final = 64
 REPORT_INTERVAL_MS: Final = 600_000
-_REPORTED_MAX: Final = 100
-_HINT: Final = (
+_REMEMBERED_REPORTS_MAX: Final = 100
+_REPAIR_HINT: Final = (
     "Hint: `waltz-core archive verify --repair` replaces a missing or corrupt object if a storage "
     "still has its transactions."
 )
@@ -163,7 +163,7 @@ class ArchiveReads:
             return []
         self._reported_ms.pop(key, None)
         self._reported_ms[key] = now_ms
-        if len(self._reported_ms) > _REPORTED_MAX:
+        if len(self._reported_ms) > _REMEMBERED_REPORTS_MAX:
             del self._reported_ms[next(iter(self._reported_ms))]
         fields = (("partition", partition), ("first", first), ("error", failure))
         return [Report("storage.archive_read_failed", fields)]
@@ -210,7 +210,7 @@ def _read_error(log_error: WaltzError, archive_error: WaltzError) -> WaltzError:
     if isinstance(log_error, ChecksumMismatch):
         text = f"{log_error}; in the archive: {text}"
     if isinstance(archive_error, ARCHIVE_DAMAGE_ERRORS):
-        text = f"{text}. {_HINT}"
+        text = f"{text}. {_REPAIR_HINT}"
         error_class = type(log_error) if isinstance(log_error, ChecksumMismatch) else error_class
     elif not isinstance(log_error, ChecksumMismatch):
         return archive_error

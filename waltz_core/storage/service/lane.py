@@ -36,9 +36,9 @@ from waltz_core.wire.record_locations import LOCATIONS
 SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 # The memory cost of a request in the queue, in addition to the bytes that it carries or requests.
-REQUEST_BYTES: Final = 512
+REQUEST_OVERHEAD_BYTES: Final = 512
 # The memory cost of each batch of a request, except the first batch.
-_BATCH_BYTES: Final = 256
+_BATCH_OVERHEAD_BYTES: Final = 256
 
 
 @dataclass(slots=True)
@@ -114,15 +114,20 @@ def queue_bytes(message: StorageMessage) -> int:
     """Return the bytes of memory that a waiting request uses, or that its answer will use."""
     match message:
         case AppendRaw():
-            metadata_bytes = len(message.locks) + _BATCH_BYTES * len(message.lineage[1:])
-            return REQUEST_BYTES + len(message.records) + len(message.lengths) + metadata_bytes
+            metadata_bytes = len(message.locks) + _BATCH_OVERHEAD_BYTES * len(message.lineage[1:])
+            return (
+                REQUEST_OVERHEAD_BYTES
+                + len(message.records)
+                + len(message.lengths)
+                + metadata_bytes
+            )
         case Repair():
-            return REQUEST_BYTES + len(message.records) + len(message.lengths)
+            return REQUEST_OVERHEAD_BYTES + len(message.records) + len(message.lengths)
         case RangeRaw(form=form) if form == LOCATIONS:
-            return REQUEST_BYTES
+            return REQUEST_OVERHEAD_BYTES
         case RangeRaw(whole_batches=True):
-            return REQUEST_BYTES + min(max(0, message.bytes_max), BATCHES_BYTES_MAX)
+            return REQUEST_OVERHEAD_BYTES + min(max(0, message.bytes_max), BATCHES_BYTES_MAX)
         case RangeRaw() | LockBlocksRequest():
-            return REQUEST_BYTES + min(max(0, message.bytes_max), RANGE_BYTES_MAX)
+            return REQUEST_OVERHEAD_BYTES + min(max(0, message.bytes_max), RANGE_BYTES_MAX)
         case _:
-            return REQUEST_BYTES
+            return REQUEST_OVERHEAD_BYTES

@@ -43,7 +43,7 @@ class QueueLimits:
         else:
             self.owner_bytes += size_bytes
 
-    def take_resumed(self) -> list[ConnectionId]:
+    def take_resumed_connections(self) -> list[ConnectionId]:
         """Return the connections that must be read again."""
         if not self._paused_connections:
             return []

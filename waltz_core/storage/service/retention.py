@@ -8,9 +8,9 @@ Rules:
        time. First, segments over the age limit are removed. Then segments of the largest log are
        removed, until all logs together are within the size limit.
     2. The archived mark of a partition belongs to the present session. It is in memory only (AR 9).
-    3. A round begins when a mark was set, and `INTERVAL_MS` after the last round. If no limit is
-       set, there is no round. If a mark is set during a round, only the log of this mark is
-       measured again.
+    3. A round begins when a mark was set, and `MEASURE_INTERVAL_MS` after the last round. If no
+       limit is set, there is no round. If a mark is set during a round, only the log of this mark
+       is measured again.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from waltz_core.records.record import PartitionId
 from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.log.archive_pieces import LogSize, RetentionPiece
 
-INTERVAL_MS: Final = 60_000
+MEASURE_INTERVAL_MS: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RetentionLimits:
     age_ms_max: int = 0
 
 
-NO_LIMIT: Final = RetentionLimits()
+NO_RETENTION_LIMITS: Final = RetentionLimits()
 
 
 class Retention:
@@ -82,7 +82,7 @@ class Retention:
         if chosen_partition is not None:
             return self._begin(chosen_partition, removes_oldest=True)
         self._sizes = dict.fromkeys(self._sizes)
-        self._due_ms = now_ms + INTERVAL_MS if self._marks else None
+        self._due_ms = now_ms + MEASURE_INTERVAL_MS if self._marks else None
         return None
 
     def _begin(

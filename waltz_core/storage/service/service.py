@@ -11,7 +11,7 @@ Rules:
     1. Only PREPARE raises a partition's session. If a request names another session, the storage
        rejects it, and the error states the promised session.
     2. A request that changes a partition, or reads it for the owner, must arrive on the connection
-       over which the owner has prepared the session. `ADMINISTRATION` may read, too.
+       over which the owner has prepared the session. `ADMIN_CONNECTION` may read, too.
     3. A later session ends earlier sessions at once: their queued requests are rejected, and their
        connections are closed. A session begins when PREPARE arrives, not when PREPARE is answered.
     4. No change is answered as done before the engine has made it durable (`work.py`, rule 2).
@@ -77,7 +77,7 @@ from waltz_core.storage.service.archive_jobs import (
 from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane
 from waltz_core.storage.service.queue_limits import QueueLimits
-from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
+from waltz_core.storage.service.retention import NO_RETENTION_LIMITS, Retention, RetentionLimits
 from waltz_core.storage.service.service_effects import (
     CheckSpace,
     CloseConnection,
@@ -129,7 +129,7 @@ from waltz_core.wire.messages import (
 )
 
 NO_STORAGE_ID: Final = bytes(16)
-ADMINISTRATION: Final = ConnectionId(0)  # no link has this number
+ADMIN_CONNECTION: Final = ConnectionId(0)  # no link has this number
 REJECTION_CHARACTERS_MAX: Final = 1_000
 SPACE_CHECK_INTERVAL_MS: Final = 1_000
 
@@ -224,7 +224,7 @@ class StorageService:
         space: DiskSpace | None = None,
         scrub: Scrub | None = None,
         archive: ArchiveLimits | None = None,
-        retention: RetentionLimits = NO_LIMIT,
+        retention: RetentionLimits = NO_RETENTION_LIMITS,
     ) -> None:
         self._identity = identity
         self._space = space
@@ -367,7 +367,7 @@ class StorageService:
                 self._queue_request(lane, lane.reads, request)
             case RangeRaw() | LineageRequest():
                 lane = self._lane_of(message)
-                if request.connection != ADMINISTRATION:
+                if request.connection != ADMIN_CONNECTION:
                     self._check_session(lane, message)
                     _check_owner(lane, request)
                 self._queue_request(lane, lane.reads, request)
@@ -715,7 +715,7 @@ class StorageService:
         self._fence(lane, result.failure)
 
     def _resume(self) -> None:
-        self._effects += [ResumeReading(paused) for paused in self.queue_limits.take_resumed()]
+        self._effects += map(ResumeReading, self.queue_limits.take_resumed_connections())
 
     # ------------------------------------------------------------------ the archive (rule 12)
 

@@ -48,8 +48,13 @@ from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import NO_SESSION, Chain, PartitionId, TransactionId
 from waltz_core.storage.disk.file_system import Disk, File, create_durably
-from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
-from waltz_core.storage.files.disk_space import DiskSpace, append_bytes
+from waltz_core.storage.files.control_file import (
+    CONTROL_FILE_NAME,
+    SLOTS_FILE_NAME,
+    ControlFile,
+    SlotFile,
+)
+from waltz_core.storage.files.disk_space import DiskSpace, disk_bytes_of_append
 from waltz_core.storage.files.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
@@ -69,7 +74,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.removal import WipeIntent
 from waltz_core.wire.admin_messages import Copy
 
-STORAGE_ID_NAME: Final = "waltz-x.id"
+STORAGE_ID_FILE_NAME: Final = "waltz-x.id"
 # A function that makes one call for each partition, in sequence or in parallel, and returns when
 # all calls have returned.
 ForEach: TypeAlias = Callable[[Callable[[PartitionId], None], Sequence[PartitionId]], None]
@@ -97,7 +102,7 @@ class StorageEngine:
     ) -> None:
         self.directory = directory
         self.space = DiskSpace(disk, directory, reserve_bytes)
-        with errors_with_path(directory / STORAGE_ID_NAME):
+        with errors_with_path(directory / STORAGE_ID_FILE_NAME):
             self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
         self.logs: dict[PartitionId, PartitionLog] = {}
@@ -109,7 +114,7 @@ class StorageEngine:
         self._lost_logs: dict[PartitionId, PartitionLog] = {}  # rule 8
         # Partitions whose directories have durable names (rule 7).
         self._durable_names: set[PartitionId] = set()
-        self._control_identity = disk.identity(directory / CONTROL_NAME)
+        self._control_identity = disk.identity(directory / CONTROL_FILE_NAME)
 
     @classmethod
     def open(  # noqa: PLR0913 - the parts of an open directory
@@ -134,10 +139,10 @@ class StorageEngine:
             ClusterKeyMismatch, BadFormat, ChecksumMismatch: the directory is invalid.
         """
         disk.make_directory(directory)
-        id_path = directory / STORAGE_ID_NAME
+        id_path = directory / STORAGE_ID_FILE_NAME
         if not disk.exists(id_path):
             content = encode_storage_id(new_storage_id)
-            create_durably(disk, directory, [(STORAGE_ID_NAME, content)])
+            create_durably(disk, directory, [(STORAGE_ID_FILE_NAME, content)])
         id_file = disk.open(id_path)
         control: ControlFile | None = None
         try:
@@ -283,7 +288,7 @@ class StorageEngine:
             MissingSegment: the control file or the directory was deleted or replaced.
             DiskFailed: the disk cannot be read.
         """
-        path = self.directory / CONTROL_NAME
+        path = self.directory / CONTROL_FILE_NAME
         if self._disk.identity(path) != self._control_identity:
             raise MissingSegment(
                 f"{path}: the file was deleted or replaced while this process used it, so "
@@ -410,7 +415,7 @@ class StorageEngine:
                 f"copied records from {copy.first}: expected CRC {copy.records_crc:08x}, "
                 f"found {found_crc:08x}"
             )
-        size = append_bytes(len(copy.records), int(lengths.size), len(copy.lineage))
+        size = disk_bytes_of_append(len(copy.records), int(lengths.size), len(copy.lineage))
         self.space.check_append(size)
         try:
             log.append(
@@ -459,7 +464,7 @@ class StorageEngine:
         if partition_id in self.open_errors:
             self._open_log(partition_id)  # It may open now; otherwise this raises.
         self._close_log(partition_id)
-        if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
+        if not self._disk.exists(self._directory_of(partition_id) / SLOTS_FILE_NAME):
             return  # never held: the slot will be created with the current sequence
         slots = self._open_slots(partition_id)
         try:
@@ -481,7 +486,7 @@ class StorageEngine:
         if log is not None:
             return log.slot.promise
         slot, has_lost_newer_slot = Slot(partition_id), True
-        if self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
+        if self._disk.exists(self._directory_of(partition_id) / SLOTS_FILE_NAME):
             with suppress(BadFormat):
                 slots = self._open_slots(partition_id)
                 slot, has_lost_newer_slot = slots.slot, slots.has_lost_newer_slot

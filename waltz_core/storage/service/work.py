@@ -44,7 +44,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.disk_space import DiskSpace, append_bytes
+from waltz_core.storage.files.disk_space import DiskSpace, disk_bytes_of_append
 from waltz_core.storage.files.format import AckedMarker, IdRange
 from waltz_core.storage.files.id_ranges import remove_damage
 from waltz_core.storage.log.archive_pieces import (
@@ -299,7 +299,7 @@ def _scrub(log: PartitionLog, piece: ScrubPiece) -> ScrubResult:
 def _size_of_append(append: StorageMessage) -> int:
     """Return the bytes that an append uses on the disk."""
     assert isinstance(append, AppendRaw)
-    return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
+    return disk_bytes_of_append(len(append.records), len(append.lengths) // 4, len(append.lineage))
 
 
 def _append_group(
@@ -326,7 +326,7 @@ def _append_group(
         started_s = clock_s()
         synced_max = log.sync()
         result.sync_s = clock_s() - started_s
-        log.lock_file.append([append.locks for append in written_appends if append.locks])
+        log.lock_block_file.append([append.locks for append in written_appends if append.locks])
         for append in written_appends:
             result.outcomes.append(_append_answer(append, synced_max, result))
     if rejection is not None:
@@ -525,7 +525,7 @@ def _read_lineage(log: PartitionLog, message: LineageRequest) -> LineageResponse
 
 def _read_lock_blocks(log: PartitionLog, message: LockBlocksRequest) -> LockBlocks:
     bytes_max = min(max(0, message.bytes_max), RANGE_BYTES_MAX)
-    return LockBlocks(*_response_prefix(message), log.lock_file.newest(bytes_max))
+    return LockBlocks(*_response_prefix(message), log.lock_block_file.newest(bytes_max))
 
 
 def _response_prefix(message: StorageMessage) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.settlement`: requests, and conclusions from the answers."""
+"""Unit tests of `waltz_core.replication.in_doubt_queries`: requests, and what answers prove."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,9 @@ import pytest
 from waltz_core import errors
 from waltz_core.errors import BeforeLogStart
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
+from waltz_core.replication.in_doubt_queries import IN_DOUBT_CORRELATION_ID, InDoubtQueries
 from waltz_core.replication.session_claim import InDoubtIds
 from waltz_core.replication.session_events import SessionSettled
-from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 
@@ -22,16 +22,16 @@ class Replica:
         self.supplier = []
 
     def send_request(self, kind, first, last, *, now_ms, correlation_id):
-        assert (kind, correlation_id) == (LineageRequest, SETTLEMENT_CORRELATION_ID)
+        assert (kind, correlation_id) == (LineageRequest, IN_DOUBT_CORRELATION_ID)
         self.supplier.append((first, last))
 
 
-def settlement_of(mark, *others, follows_own_session=True, in_doubt=None):
+def queries_of(mark, *others, follows_own_session=True, in_doubt=None):
     claim = SimpleNamespace(
         session_id=9, follows_own_session=follows_own_session, archived_mark=None, in_doubt=in_doubt
     )
     replica = Replica()
-    return Settlement(claim, mark, [replica, *others]), replica
+    return InDoubtQueries(claim, mark, [replica, *others]), replica
 
 
 def lineage(*entries):
@@ -40,8 +40,8 @@ def lineage(*entries):
     return LineageResponse(9, 1, 0, GENESIS_CHAIN, batches)
 
 
-def test_settlement_reads_the_last_commit_stamp_and_then_the_rows_in_doubt_in_windows():
-    past, replica = settlement_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
+def test_in_doubt_queries_read_the_last_commit_stamp_and_then_the_rows_in_doubt_in_windows():
+    past, replica = queries_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.on_lineage_received(replica, lineage((9, 9, 8, 777)), 0)
     past.on_lineage_received(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
@@ -51,7 +51,7 @@ def test_settlement_reads_the_last_commit_stamp_and_then_the_rows_in_doubt_in_wi
 
 
 def test_an_answer_without_batches_is_rejected():
-    past, replica = settlement_of(5, follows_own_session=False)
+    past, replica = queries_of(5, follows_own_session=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError):
         past.on_lineage_received(replica, lineage(), 0)
@@ -60,7 +60,7 @@ def test_an_answer_without_batches_is_rejected():
 
 def test_reconstructed_batches_do_not_prove_an_empty_session():
     other = Replica()
-    past, replica = settlement_of(9, other, in_doubt=InDoubtIds(7, 3, 8))
+    past, replica = queries_of(9, other, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.on_lineage_received(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
     past.on_lineage_received(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
@@ -71,7 +71,7 @@ def test_reconstructed_batches_do_not_prove_an_empty_session():
 
 
 def test_a_session_is_not_settled_if_its_batches_are_lost():
-    past, replica = settlement_of(5, follows_own_session=False)
+    past, replica = queries_of(5, follows_own_session=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
         past.on_lineage_received(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
@@ -79,7 +79,7 @@ def test_a_session_is_not_settled_if_its_batches_are_lost():
 
 
 def test_batches_that_have_expired_have_an_unknown_outcome():
-    past, replica = settlement_of(9, in_doubt=InDoubtIds(7, 3, 8))
+    past, replica = queries_of(9, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     assert replica.supplier == [(4, 8)]
     assert past.on_batches_unreadable(BeforeLogStart("gone"), 0)
@@ -87,7 +87,7 @@ def test_batches_that_have_expired_have_an_unknown_outcome():
 
 
 def test_a_commit_stamp_below_the_start_of_the_log_makes_no_outcome_unknown():
-    past, _ = settlement_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
+    past, _ = queries_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     assert not past.on_batches_unreadable(BeforeLogStart("gone"), 0)
     assert past.outcome is None

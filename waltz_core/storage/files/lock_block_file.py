@@ -21,19 +21,19 @@ from waltz_core.storage.disk.file_system import Disk, File
 
 Buffer = bytes | memoryview
 
-LOCKS_NAME: Final = "waltz-x.lck"
-OLDER_LOCKS_NAME: Final = "waltz-x.lck.old"
+LOCKS_FILE_NAME: Final = "waltz-x.lck"
+OLDER_LOCKS_FILE_NAME: Final = "waltz-x.lck.old"
 FILE_BYTES_MAX: Final = 8 * 1024 * 1024
 
 
-class LockFile:
+class LockBlockFile:
     """The newest lock blocks of one partition, in two files."""
 
     def __init__(self, disk: Disk, directory: Path) -> None:
         self.file_bytes_max = FILE_BYTES_MAX
         self._disk = disk
-        self._path = directory / LOCKS_NAME
-        self._older_path = directory / OLDER_LOCKS_NAME
+        self._path = directory / LOCKS_FILE_NAME
+        self._older_path = directory / OLDER_LOCKS_FILE_NAME
         self._file: File | None = None
         self._size = 0
         self._has_failed = False

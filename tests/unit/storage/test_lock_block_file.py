@@ -2,12 +2,16 @@
 
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME, LockFile
+from waltz_core.storage.files.lock_block_file import (
+    LOCKS_FILE_NAME,
+    OLDER_LOCKS_FILE_NAME,
+    LockBlockFile,
+)
 from waltz_sim.world.simulated_disk import DiskFault
 
 
 def new_file(disk, file_bytes_max=100):
-    file = LockFile(disk, ROOT)
+    file = LockBlockFile(disk, ROOT)
     file.file_bytes_max = file_bytes_max
     return file
 
@@ -28,8 +32,8 @@ def test_a_lock_file_becomes_the_older_file_when_it_is_full():
         locks.append([b"%d...." % number])
     kept = locks.newest(1_000)
     assert kept == b"".join(b"%d...." % number for number in range(4, 7))
-    assert disk.visible_content(ROOT / OLDER_LOCKS_NAME) == b"4....5...."
-    assert disk.visible_content(ROOT / LOCKS_NAME) == b"6...."
+    assert disk.visible_content(ROOT / OLDER_LOCKS_FILE_NAME) == b"4....5...."
+    assert disk.visible_content(ROOT / LOCKS_FILE_NAME) == b"6...."
     assert locks.newest(7) == b"..6...."
 
 
@@ -49,7 +53,7 @@ def test_many_lock_files_share_few_descriptors(tmp_path):
     files = []
     for number in range(8):
         (tmp_path / str(number)).mkdir()
-        files.append(LockFile(disk, tmp_path / str(number)))
+        files.append(LockBlockFile(disk, tmp_path / str(number)))
     for turn in range(2):
         for number, locks in enumerate(files):
             locks.append([b"%d %d " % (number, turn)])

@@ -33,11 +33,11 @@ from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
-# The correlation ID of settlement requests. `RepairRunner` uses IDs from 0 on.
-SETTLEMENT_CORRELATION_ID: Final = -2
+# The correlation ID of these queries. `RepairRunner` uses IDs from 0 on.
+IN_DOUBT_CORRELATION_ID: Final = -2
 
 
-class Settlement:
+class InDoubtQueries:
     """Queries engaged replicas, one at a time, for the outcome of batches in doubt.
 
     `outcome` is set when all queries are answered.
@@ -70,7 +70,7 @@ class Settlement:
                 self._mark,
                 self._mark,
                 now_ms=now_ms,
-                correlation_id=SETTLEMENT_CORRELATION_ID,
+                correlation_id=IN_DOUBT_CORRELATION_ID,
             )
             return
         in_doubt = self._claim.in_doubt
@@ -150,7 +150,7 @@ class Settlement:
         assert self._claim.in_doubt is not None
         first = self._claim.in_doubt.committed + 1
         self._replicas[0].send_request(
-            LineageRequest, first, last, now_ms=now_ms, correlation_id=SETTLEMENT_CORRELATION_ID
+            LineageRequest, first, last, now_ms=now_ms, correlation_id=IN_DOUBT_CORRELATION_ID
         )
 
     def _set_outcome(
