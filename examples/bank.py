@@ -255,7 +255,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=about, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="*", help="one command; none for a prompt")
+    parser.add_argument(
+        "command", nargs="*", help="the command to run [default: prompt for commands]"
+    )
     parser.add_argument("--connect", help="a running cluster")
     parser.add_argument("--database", help="SQLAlchemy's URL of the database")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help=f"default {DIRECTORY}")

@@ -185,7 +185,7 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
     """Run steps 2 to 5 on a running cluster; return the figures."""
     figures = Figures()
     before = waltz_spark.snapshot(spark, connect)
-    check("transactions in the log before", found=before.read().count(), expected=0)
+    check("transactions in the log before the demo", found=before.read().count(), expected=0)
     table = flights(spark, scratch).cache()
     figures.rows = table.count()
     check("flights in the file", found=figures.rows, expected=ROW_COUNT)

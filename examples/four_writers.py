@@ -510,8 +510,8 @@ def _check_times(log: list[Entry], outcomes: dict[str, RecordedOutcome], verdict
         latest_sent[entry.partition] = latest
         verdict.check(
             latest <= recorded.reported_s,
-            f"{recorded.key} at {entry.partition}/{entry.transaction_id} had already been "
-            "reported as committed when an earlier transaction of the log was sent",
+            f"{recorded.key} at {entry.partition}/{entry.transaction_id} was reported as committed "
+            "before an earlier transaction of the same partition was sent",
         )
 
 
@@ -538,7 +538,7 @@ def run_writers(cluster: LocalCluster, transactions: int, directory: Path) -> Ve
     def wait_for_share(share: float) -> None:
         while progress.value < share * transactions and any(w.is_alive() for w in writers):
             time.sleep(0.02)
-        show_line(f"   {progress.value:,} of {transactions:,} have an outcome")
+        show_line(f"   {progress.value:,} of {transactions:,} transactions have an outcome")
 
     wait_for_share(KILL_SHARE)
     cluster.kill(KILLED_STORAGE)

@@ -268,8 +268,8 @@ DASHBOARDS: Final = (
             ),
             Panel(
                 "Lag of the replicas",
-                "Committed transactions that a storage has not synced yet. It grows while a "
-                "storage is slow, and shrinks while it catches up.",
+                "Committed transactions that a storage has not synced yet. The lag grows while "
+                "a storage is slow, and shrinks while the storage catches up.",
                 "short",
                 [
                     (

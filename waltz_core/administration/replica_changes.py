@@ -321,7 +321,7 @@ async def _partition_count(run: ChangeRun) -> int:
 
 
 async def remove_server(run: ChangeRun, *, server: str) -> ChangeResult:
-    """Remove a server that no longer runs from ZooKeeper."""
+    """Remove a stopped server from ZooKeeper."""
     servers = (await run.coordinator.read_servers()).servers
     matching = [descriptor for descriptor in servers.values() if descriptor.address == server]
     if not matching:

@@ -93,7 +93,7 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
                 "remove-replica": "remove replicas of partitions from storages",
                 "move-replica": "move replicas of partitions from one storage to another",
                 "auto-assign": "distribute all replicas evenly over groups and storages",
-                "remove-server": "remove a server that no longer runs from ZooKeeper",
+                "remove-server": "remove a stopped server from ZooKeeper",
             },
             "cluster.cluster_preferences": {
                 "prefer": "make a server the preferred owner of some partitions",

@@ -533,13 +533,13 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     connection_in_flight_bytes_max: int = _bytes_setting(
         64 * MIB,
         "Maximum bytes of unanswered requests of one connection. Over the limit, the server "
-        "stops reading from it.",
+        "stops reading from this connection.",
         minimum=16 * MIB,
     )
     connection_in_flight_count_max: int = setting(
         1_024,
         "Maximum number of unanswered appends and append batches of one connection. Over "
-        "the limit, the server stops reading from it.",
+        "the limit, the server stops reading from this connection.",
         minimum=1,
         maximum=1_000_000,
     )

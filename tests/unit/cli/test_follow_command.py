@@ -56,9 +56,9 @@ def test_the_error_names_a_wrong_option(tmp_path: Path, more: list[str], message
         ("x = 1", 'expected a section such as ["/lake/accounts"] for each table'),
         ("[x", "tables.toml: "),
         ("[x]\ncolumn = 1", """section ["x"]: unknown option 'column'; did you mean 'columns'"""),
-        ("[x]\nkey = 1", """section ["x"], option key: expected text or a list of them, found 1"""),
-        ("[x]\nheaders = [true]", "headers: expected a number or a list of them, found [True]"),
-        ("[x]\nchanges = ['a:b']", "changes: expected text, found ['a:b']"),
+        ("[x]\nkey = 1", """["x"], option key: expected a text or a list of texts, found 1"""),
+        ("[x]\nheaders = [true]", "headers: expected a number or a list of numbers, found [True]"),
+        ("[x]\nchanges = ['a:b']", "changes: expected a text, found ['a:b']"),
         ("[x]\nheaders = 1", "table x: key: expected one or more columns for a Delta table"),
         (
             "[x]\nkey='id'\nchanges='a:b'",

@@ -306,8 +306,8 @@ def revision_use_lines(use: RevisionUse, revision: int) -> list[str]:
         return [f"all {use.daemon_count} daemons use revision {revision}"]
     lines = [f"{daemon}: {reason}" for daemon, reason in use.outdated_daemons.items()]
     lines += [
-        f"{daemon} publishes no revision: access control is off there, or it is not connected "
-        "to ZooKeeper"
+        f"{daemon} publishes no revision: access control is off there, or the daemon is not "
+        "connected to ZooKeeper"
         for daemon in use.daemons_without_revision
     ]
     lines += [

@@ -30,9 +30,9 @@ READ_ATTEMPTS_MAX = 5
 # Storages archive the end of a log only after `archive_age_ms`, 10 minutes by default.
 ARCHIVE_TIMEOUT_S = 3_600.0
 TIMEOUT_HINT = (
-    "No backup was written. Hint: check that the servers have `archive_interval_ms` and the "
-    "storages `archive_url`. Transactions that do not fill an object are archived only after "
-    "`archive_age_ms`, a setting of the storages."
+    "No backup was written. Hint: check the settings `archive_interval_ms` of the servers and "
+    "`archive_url` of the storages. Transactions that do not fill an object are archived only "
+    "after `archive_age_ms`, a setting of the storages."
 )
 
 RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
@@ -176,5 +176,8 @@ async def _wait_until_archived(
         if archived is not None and archived.last >= mark:
             return archived
         archived_mark = BEFORE_FIRST if archived is None else archived.last
-        show(f"waiting until partition {partition_id} is archived: {archived_mark} of {mark}")
+        show(
+            f"waiting until partition {partition_id} is archived up to transaction {mark}; "
+            f"archived mark: {archived_mark}"
+        )
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -344,9 +344,10 @@ async def consume(options: CheckOptions) -> int:
         check = CheckCallbacks(starts, expected_count)
         if not options.as_json:
             starts_text = ", ".join(
-                f"{partition} from transaction {mark + 1}" for partition, mark in starts.items()
+                f"partition {partition} from transaction {mark + 1}"
+                for partition, mark in starts.items()
             )
-            print_error(f"checking {expected_count} transactions of partitions {starts_text}")
+            print_error(f"checking {expected_count} transactions: {starts_text}")
 
         async def run_check() -> None:
             await client.subscribe(check, partitions)

@@ -107,7 +107,7 @@ class FollowOptions(NamedTuple):
     type=int,
     multiple=True,
     metavar="H",
-    help="header of transactions of the table; repeat the option for several [default: all]",
+    help="header of the transactions to apply; repeat the option for several [default: all]",
 )
 @click.option(
     "--delete-header",

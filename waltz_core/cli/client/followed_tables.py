@@ -97,8 +97,8 @@ def _parse_section(file: Path, location: str, section: Mapping[str, Any]) -> dic
         kind = _LIST_OPTIONS.get(name, str)
         parts = value if isinstance(value, list) and name in _LIST_OPTIONS else [value]
         if not all(type(part) is kind for part in parts):
-            expected = "a number" if kind is int else "text"
-            list_note = " or a list of them" if name in _LIST_OPTIONS else ""
+            expected, plural = ("a number", "numbers") if kind is int else ("a text", "texts")
+            list_note = f" or a list of {plural}" if name in _LIST_OPTIONS else ""
             raise BadConfig(
                 f"{location_text}, option {name}: expected {expected}{list_note}, found {value!r}"
             )

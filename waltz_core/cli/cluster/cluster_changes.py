@@ -135,5 +135,5 @@ async def auto_assign(command: ChangeCommand, *, replicas: int | None) -> Change
 @options.server_argument
 @change_command()
 async def remove_server(command: ChangeCommand, *, server: str) -> ChangeResult:
-    """Remove a server that no longer runs from ZooKeeper."""
+    """Remove a stopped server from ZooKeeper."""
     return await replica_changes.remove_server(command, server=server)

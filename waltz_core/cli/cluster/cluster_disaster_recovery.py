@@ -479,8 +479,8 @@ async def _rebuild_cluster(command: ChangeCommand, old: FormerCluster) -> Change
     for address in missing:
         if address not in new.groups:
             raise BadConfig(
-                f"--missing {address}: expected a storage that --storage also names, found only "
-                f"{', '.join(map(str, new.groups))}"
+                f"--missing {address}: expected one of the storages that are named with "
+                f"--storage: {', '.join(map(str, new.groups))}"
             )
     await _create_znodes(command, new)
     if permissions is not None:
@@ -635,8 +635,8 @@ def _described_cluster(old: FormerCluster) -> NewCluster:
         key, count = UUID(bytes=header.cluster_key), header.partition_count
     if key is None or count is None:
         raise BadConfig(
-            "expected --cluster-key and --partitions, or --from-directory with the directory "
-            "of a storage, which contains both; found neither"
+            "expected --cluster-key and --partitions, or --from-directory; found neither. Hint: "
+            "the directory of a storage contains the cluster key and the partition count."
         )
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(old.storage))
     return NewCluster(old.name, count, key, storages)

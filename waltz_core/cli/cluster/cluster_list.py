@@ -110,9 +110,8 @@ async def delete(command: ChangeCommand, *, name: str, force: bool) -> ChangeRes
         if not force:
             raise
         command.note_step(
-            f"there is no complete cluster at {coordinator.connect_string}: only the remains of "
-            "one are "
-            "deleted"
+            f"there is no complete cluster at {coordinator.connect_string}; the command deletes "
+            "the remains of a cluster"
         )
     else:
         key = str(view.store.cluster_key)

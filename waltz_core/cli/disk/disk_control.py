@@ -266,9 +266,9 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "low-water mark": str(slot.low_water_mark),
         "provisional mark": provisional,
         "log begins after": str(slot.start),
-        "chain hash before it": slot.start_chain.hex(),
+        "chain hash at log start": slot.start_chain.hex(),
         "acked ID": str(slot.acked),
-        "chain there": slot.acked_chain.hex(),
+        "chain hash at acked ID": slot.acked_chain.hex(),
         "truncate to": f"{slot.truncate_to}{shortened_text}" if slot.flags & TRUNCATE else "-",
         "damaged": " ".join(f"{first}..{last}" for first, last in slot.damaged) or "-",
     }

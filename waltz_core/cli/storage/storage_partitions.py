@@ -85,7 +85,7 @@ async def _change_partitions(
             print_json({"storage": str(target), "subcommand": subcommand_name, "done": completed})
         elif completed:
             print_error(
-                f"{target}: {subcommand_name}. Partitions already done: {_join_numbers(completed)}"
+                f"{target}: {subcommand_name} completed for partitions {_join_numbers(completed)}"
             )
     return 0
 

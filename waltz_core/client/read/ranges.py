@@ -490,7 +490,7 @@ class ReaderConnection:
             self.close()
             raise errors.RemoteProtocolError(
                 f"{self._link.address}: expected an answer to request {request.sequence}, "
-                f"found one to {answer.sequence}"
+                f"found an answer to request {answer.sequence}"
             )
         return answer
 

@@ -194,8 +194,9 @@ def choose_log(
             f"a trusted log of the last store session ({', '.join(current) or 'none'}); "
             f"replicas without a trusted log: {', '.join(untrusted) or 'none'}; replicas that "
             f"were only in older sessions: {', '.join(older) or 'none'}. The log can be chosen "
-            f"automatically only if fewer than {quorum} replicas lack such a log. Hint: start more "
-            f"of their storages, or choose a log with `cluster accept-replicas {partition_id}`."
+            f"automatically only if fewer than {quorum} replicas lack such a log. Hint: start "
+            "the storages of more replicas, or choose a log with "
+            f"`cluster accept-replicas {partition_id}`."
         )
     ranked = sorted(trusted, key=lambda replica: trusted[replica].rank, reverse=True)
     members = _choose_members(ranked, groups, replica_count)

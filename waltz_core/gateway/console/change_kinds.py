@@ -114,7 +114,8 @@ CHANGE_KINDS: Final = {
                     "replacement",
                     "successor",
                     ParameterKind.ADDRESS,
-                    "host:port of its replacement; the old one if an empty storage starts there",
+                    "host:port of its replacement, which may be an empty storage at the same "
+                    "address",
                 ),
                 _ADMIN_PORT,
             ),
@@ -197,7 +198,7 @@ CHANGE_KINDS: Final = {
         ),
         ChangeKind(
             "remove-server",
-            "Remove a server that no longer runs from ZooKeeper.",
+            "Remove a stopped server from ZooKeeper.",
             replica_changes.remove_server,
             (_SERVER,),
             is_disruptive=True,

@@ -80,7 +80,13 @@ class ConsoleRoutes:
                 "Show transactions.",
                 self._show_transactions,
             ),
-            ("first_at", "GET", f"{partition}/first-at", "Find a time.", self._find_time),
+            (
+                "first_at",
+                "GET",
+                f"{partition}/first-at",
+                "Find the first transaction at or after a time.",
+                self._find_time,
+            ),
             (
                 "rejections",
                 "GET",
