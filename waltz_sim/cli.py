@@ -168,7 +168,8 @@ def _run_one(schedule: Schedule, arguments: argparse.Namespace) -> int:
     else:
         print_result(
             f"seed {schedule.seed}: {verdict.rule or 'good'}, {verdict.steps} steps in "
-            f"{verdict.virtual_ms} ms, {verdict.committed} committed, trace {verdict.trace}"
+            f"{verdict.virtual_ms} ms, {verdict.committed} transactions committed, trace "
+            f"{verdict.trace}"
         )
     if verdict.is_good:
         return 0
@@ -253,8 +254,8 @@ def _run_many(arguments: argparse.Namespace) -> int:
             f"virtual time, {sum(sums.faults.values())} faults"
         )
         print_result(
-            f"{sums.steps} steps in {sums.cpu_s:.1f} s of CPU time: {sums.seeds_per_cpu_s:.1f} "
-            f"seeds, {sums.steps_per_cpu_s:.0f} steps per second and core"
+            f"{sums.steps} steps in {sums.cpu_s:.1f} s of CPU time; per second and core: "
+            f"{sums.seeds_per_cpu_s:.1f} seeds, {sums.steps_per_cpu_s:.0f} steps"
         )
     return 0 if sums.is_good else 1
 

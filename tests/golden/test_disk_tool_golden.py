@@ -33,8 +33,8 @@ def test_a_0_13_program_directory_verifies(storage, capsys):
     # Waltz 0.13 had assigned all four partitions; the golden files are those of one partition.
     missing = [
         (
-            f"{one}: the directory is missing, but partition {one} is assigned to the storage "
-            "and had session 0"
+            f"{one}: the directory is missing, but in the control file partition {one} is assigned "
+            "to the storage and has session 0"
         )
         for one in (1, 2, 3)
     ]

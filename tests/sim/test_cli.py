@@ -132,8 +132,8 @@ def test_a_rough_run_of_a_seed_differs_and_is_reported_as_rough(capsys):
 def test_the_cpu_time_and_the_steps_per_second_and_core_are_reported(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
     output = capsys.readouterr().out.splitlines()[-1]
-    assert " s of CPU time: " in output
-    assert output.endswith(" steps per second and core")
+    assert " s of CPU time; per second and core: " in output
+    assert output.endswith(" steps")
 
 
 def test_an_interrupt_reports_the_results_so_far_in_one_line(capsys, monkeypatch):

@@ -518,7 +518,7 @@ def test_a_key_in_two_partitions_fails(iceberg_session: SparkSession) -> None:
 def test_spark_without_iceberg_raises_an_error_with_a_hint(
     spark: SparkSession, written: WrittenLog
 ) -> None:
-    problem = r"no library of Iceberg that works with it \(.*\)\. Hint: there are libraries"
+    problem = r"no library of Iceberg that works with Spark .* \(.*\)\. Hint: there are libraries"
     with pytest.raises(BadConfig, match=problem):
         follow_table(spark, written.connect, "lake.shop.accounts", format="iceberg")
 

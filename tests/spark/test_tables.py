@@ -66,7 +66,9 @@ def upsert(df: DataFrame, connect: str, table: str, key: str = "id") -> dict[int
 def test_spark_without_delta_raises_an_error_with_a_hint(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadConfig, match=r"no library of Delta that works with it .*\. Hint: Delta"):
+    with pytest.raises(
+        BadConfig, match=r"no library of Delta that works with Spark .*\. Hint: Delta"
+    ):
         follow_table(spark, written.connect, str(tmp_path / "table"))
 
 

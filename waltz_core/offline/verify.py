@@ -90,8 +90,8 @@ def _check_assignment(
             session = -1 if entry.info is None else entry.info.session
             findings.in_file(str(number)).add_finding(
                 None,
-                f"the directory is missing, but partition {number} is assigned to the "
-                f"storage and had session {session}",
+                f"the directory is missing, but in the control file partition {number} is assigned "
+                f"to the storage and has session {session}",
                 is_error=session >= 0,  # before the first session there may be no files yet
             )
     for number in present:

@@ -464,9 +464,9 @@ _ROWS_BY_AREA: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _finding_row(
             "metadata-lost",
             "partition {partition} has records, but ZooKeeper has lost the partition's "
-            "metadata. Hint: rebuild all znodes of the cluster; all storages must answer. "
-            "Stop all servers and storages, and delete the old znodes. Then start the "
-            "storages, run the last command, and start the servers while it waits for them.",
+            "metadata. Hint: stop all servers and storages. Then the commands delete the old "
+            "znodes and rebuild all znodes of the cluster. While `cluster rebuild-metadata` "
+            "waits, start all storages, then the servers.",
             "{rebuild}",
         ),
         _finding_row(

@@ -43,7 +43,7 @@ TRAILER_LAYOUT: Final = ByteLayout(
     Field("chain before", "16s", "the chain before `first`"),
     Field("chain", "16s", "the chain at `last`"),
     Field("lock count", "I"),
-    Field("CRC-32", "I", "of the whole block before it"),
+    Field("CRC-32", "I", "of all bytes of the block before this field"),
 )
 _TRAILER_STRUCT: Final = TRAILER_LAYOUT.struct
 # A block with up to this many transactions stores the writer of each lock.

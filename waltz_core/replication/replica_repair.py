@@ -344,8 +344,8 @@ class ReplicaRepair:
             chain = verify_batches(answer, self.chain)
             if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
                 raise ChecksumMismatch(
-                    f"copied records from {answer.first}: the chain hash after their batches is "
-                    "not the decided one"
+                    f"copied records from {answer.first}: the chain hash after their batches does "
+                    "not match the decided log"
                 )
             self._fetched_chain = chain
         self._fetched_range = answer

@@ -706,13 +706,13 @@ class StoreSession:
         if mark < self.claim.highest_committed:
             reason = (
                 f"the log of the replicas ends at transaction {mark}, but "
-                f"{self.claim.highest_committed} was committed"
+                f"transaction {self.claim.highest_committed} was committed"
             )
             self.end(SessionEnd(EndCause.UNSAFE, reason))
             return False
         if mark < self._archiver.archived_last:
             reason = (
-                f"the log of the replicas ends at transaction {mark}, but "
+                f"the log of the replicas ends at transaction {mark}, but transaction "
                 f"{self._archiver.archived_last} is archived"
             )
             self.end(SessionEnd(EndCause.UNSAFE, reason))

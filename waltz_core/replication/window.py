@@ -108,7 +108,7 @@ class SessionWindow:
 
     def commit(self, mark: TransactionId) -> bool:
         """Commit the batches up to `mark`, which a quorum has synced; False if there are none."""
-        assert mark <= self.last, "a replica has more than was ever submitted"
+        assert mark <= self.last, "a replica has transactions that were never submitted"
         previous = self.committed
         while self._uncommitted and self._uncommitted[0].entry.last <= mark:
             window_batch = self._uncommitted.popleft()

@@ -181,8 +181,8 @@ class AvroSchemaCheck:
         checked, size = self._check_type(schema, namespace, depth - 1)
         if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
             raise BadFormat(
-                "Avro schema: an element of an array or a map may have no bytes, or more than "
-                f"{VALUES_PER_BYTE} values for each of its bytes; this is not supported"
+                "Avro schema: the type of an array's or map's elements is not supported, because "
+                f"an element may have no bytes, or more than {VALUES_PER_BYTE} values per byte"
             )
         return checked, _flat_size(1)._replace(depth=1 + size.depth)
 

@@ -73,7 +73,7 @@ def _timestamp_reader(nanos: int, epoch: datetime) -> Callable[..., datetime]:
 def _time_reader(micros: int) -> Callable[..., time]:
     def convert(value: int, *_: object) -> time:
         if not 0 <= value * micros < _DAY_MICROS:
-            raise ValueError(f"expected a time of a day, found {value}")
+            raise ValueError(f"expected a time of day, found {value}")
         return (_LOCAL_EPOCH + timedelta(microseconds=value * micros)).time()
 
     return convert

@@ -279,8 +279,8 @@ def check_decrypted(batch: pa.RecordBatch) -> None:
         f"{name.removesuffix('_id')} {batch[name][row]}" for name in LOG_COLUMNS[:2]
     )
     raise BadFormat(
-        f"{position}: {errors[row]}. Hint: follow with all keys, or select the transactions of the "
-        "table by header."
+        f"{position}: {errors[row]}. Hint: use a client with all encryption keys, or select the "
+        "transactions of the table by header."
     )
 
 

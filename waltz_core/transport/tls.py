@@ -274,8 +274,8 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         raise BadConfig(
             f"setting listen_host: {config.listen_host!r} is not a loopback address, so the "
             f"daemon requires {missing}. Hint: docs/security.md describes how to protect a "
-            "cluster. In a private network, insecure_network = true permits it without this "
-            "protection."
+            "cluster. In a private network, insecure_network = true permits this address without "
+            "the protection."
         )
     _log.warning(
         "network.insecure host=%s missing=%r hint=%r",

@@ -158,7 +158,11 @@ class Ledger:
             )
         for (kind, position), value in last.items():
             if kind == RowKind.GUARD and value == 0 and last.get((kind, position ^ 1)) == 0:
-                raise Violation("Serializable", f"both guards of the pair of {position} have left")
+                raise Violation(
+                    "Serializable",
+                    f"expected one guard of each pair to stay, but guards {position} and "
+                    f"{position ^ 1} have both left",
+                )
 
     def _versions_of(self, kind: int, position: int) -> _Versions:
         found = self._versions.get((kind, position))

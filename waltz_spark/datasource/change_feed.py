@@ -234,7 +234,7 @@ class ChangeFeed:
         compute_changes(
             self._as_table(transactions).slice(row, 1), self._rules
         )  # raises for a null in the key
-        raise AssertionError(f"{position}: the transaction is a change")
+        raise AssertionError(f"{position}: found no reason why the transaction is not a change")
 
     # ---- changes to rows
 

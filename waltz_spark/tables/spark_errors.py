@@ -105,8 +105,8 @@ def _convert_message(
         return Superseded(f"{subject}: another commit came first ({conflict[0]})")
     if library is not None and (missing := _NO_LIBRARY_ERRORS.search(text)):
         return BadConfig(
-            f"{subject}: Spark {session.version} has no library of {library.name} that works with "
-            f"it ({missing[0]}). Hint: {library.hint}"
+            f"{subject}: the session has no library of {library.name} that works with Spark "
+            f"{session.version} ({missing[0]}). Hint: {library.hint}"
         )
     if cause := _TEMPORARY_ERRORS.search(text):
         line = next(line for line in text.splitlines() if cause[0] in line)

@@ -162,7 +162,7 @@ class EarlierRows:
             raise BadRequest(
                 f"an earlier attempt of this task has appended {self._record_count} rows, but "
                 f"{self.count} of them are not among the {rows} rows that the task has "
-                f"now (the first is transaction {transaction_id} of partition {partition}). "
+                f"now (first missing row: transaction {transaction_id} of partition {partition}). "
                 "This attempt has appended nothing. Hint: run the write again with the same rows: "
                 "sort the input, write from a checkpointed DataFrame, or split it into the "
                 f"same tasks as before{self._keys.hint}. Use another writeId for other rows."

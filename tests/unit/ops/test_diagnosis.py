@@ -635,7 +635,7 @@ def test_lost_metadata_is_reported(case):
     # The remaining old znodes must be deleted first: they prevent a rebuild.
     delete = f"waltz-core cluster delete pay --connect {CONNECT}"
     assert finding.command == f"{delete} && {REBUILD}"
-    for step in ("Stop all servers and storages", "delete the old znodes", "waits for them"):
+    for step in ("stop all servers and storages", "delete the old znodes", "start all storages"):
         assert step in finding.sentence
     # For a cluster on this machine, all steps are known.
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))

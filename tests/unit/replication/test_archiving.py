@@ -294,7 +294,7 @@ def test_a_log_that_ends_below_the_archived_mark_is_rejected(world):
     world.wait(3_000)
     world.run()
     assert world.reports("partition.open_failed")[0]["reason"] == (
-        "the log of the replicas ends at transaction 5, but 9 is archived"
+        "the log of the replicas ends at transaction 5, but transaction 9 is archived"
     )
 
 

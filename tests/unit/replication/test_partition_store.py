@@ -612,7 +612,7 @@ def test_no_session_opens_if_all_replicas_have_lost_a_committed_record(world):
     world.step(session_events.Checkpoint())
     world.run_for(100)
     assert world.store.open_session_id is None
-    assert "0 was committed" in world.reports("partition.open_failed")[0]["reason"]
+    assert "transaction 0 was committed" in world.reports("partition.open_failed")[0]["reason"]
 
 
 def test_pauses_grow_after_each_failure(world):

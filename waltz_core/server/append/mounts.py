@@ -150,8 +150,8 @@ class Mounts:
         if not principal or mount is None or mount[1] in ("", principal):
             return None
         return ClientIdDenied(
-            f"client ID {client_id} has no proof that it belongs to {principal}, and another "
-            "principal has used it in a mount before"
+            f"client ID {client_id} has no proof, so it belongs to the principal that has first "
+            f"mounted the partition with this ID, and not to {principal}"
         )
 
     def _limit_error(
@@ -185,8 +185,8 @@ class Mounts:
         if sequence == highest and self.has_mount(client_id, connection):
             return None
         return ConnectionSuperseded(
-            f"client {client_id} has a newer connection: it has mounted with connection "
-            f"sequence {highest}, this connection has {sequence}"
+            f"client {client_id} has mounted over a newer connection, with connection sequence "
+            f"{highest}; this connection has connection sequence {sequence}"
         )
 
     def begin_mount(

@@ -525,7 +525,7 @@ class Partition:
         if mark < self._high_water_mark:
             self._release_for_data_loss(
                 f"the log of the replicas ends at transaction {mark}, but "
-                f"{self._high_water_mark} was reported as committed"
+                f"transaction {self._high_water_mark} was reported as committed"
             )
             return
         if event.has_unknown_outcomes:

@@ -179,10 +179,11 @@ class ClientFeeds:
             return ClientAheadOfLog(
                 f"{description}: the log ends at transaction {position.high_water_mark}"
             )
-        if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
+        if mark < BEFORE_FIRST:
+            return BadRequest(f"{description}: expected a high-water mark of -1 or more")
+        if not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
-                f"{description}: expected a high-water mark of -1 or more, and no other open "
-                "feed request of the client"
+                f"{description}: the server has not answered the client's earlier feed request yet"
             )
         return None
 

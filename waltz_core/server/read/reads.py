@@ -501,7 +501,7 @@ class Reads:
         del self._range_fetches[range_fetch.key]
         error = BeforeLogStart(
             f"partition {self._partition_id}: the log begins at transaction "
-            f"{first_available}, so {range_fetch.key.first} is not available",
+            f"{first_available}, so transaction {range_fetch.key.first} is not available",
             first_available,
         )
         out: list[ReadOutcome] = [

@@ -694,7 +694,7 @@ def _decode_truncate_intent(
         return None
     if last_to_keep < BEFORE_FIRST:
         raise BadFormat(
-            f"control slot: expected a truncation that keeps -1 or more, found {last_to_keep}"
+            f"control slot: expected a last ID to keep of at least -1, found {last_to_keep}"
         )
     entry = _entry_from_fields(shortened) if flags & _SHORTENED else None
     return TruncateIntent(TransactionId(last_to_keep), entry)

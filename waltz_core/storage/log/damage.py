@@ -90,6 +90,6 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
             and not segments.rebuild_lost_batch(lost)
         ):
             raise ChecksumMismatch(
-                f"records {filled.first}..{filled.last} do not prove the content of the unreadable "
-                f"batch entries of transactions {lost.ids.first}..{lost.ids.last}"
+                f"the unreadable batch entries of transactions {lost.ids.first}..{lost.ids.last} "
+                f"cannot be rebuilt with the copied records {filled.first}..{filled.last}"
             )

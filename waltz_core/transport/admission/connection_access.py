@@ -298,8 +298,8 @@ class ConnectionAccess:
             ""
             if client_id >= FIRST_ISSUED_ID
             else (
-                " Hint: `waltz-core access accept-0-13 on` also accepts IDs without a proof "
-                "that ZooKeeper has issued."
+                " Hint: after `waltz-core access accept-0-13 on`, servers also accept client IDs "
+                "below 2^30, which Waltz 0.13 clients take from ZooKeeper without a proof."
             )
         )
         return (
