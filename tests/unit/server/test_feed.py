@@ -205,7 +205,7 @@ def test_evicted_headers_are_fetched_once_for_all_clients_at_the_same_mark() -> 
 
 
 @pytest.mark.parametrize("chain_at", [6, 7, 9])
-def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
+def test_fetched_headers_past_the_end_of_a_feed_request_are_not_sent(chain_at: int) -> None:
     machine = feed(30, cached_from=20)
     mount(machine, 1, 4, 6)
     machine.deliver()

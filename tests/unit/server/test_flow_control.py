@@ -49,7 +49,7 @@ def batch(size: int) -> AppendBatch:
     return AppendBatch(REQ, -1, bytes(size), 0)
 
 
-def test_requests_over_the_count_limit_wait_and_pause_reading() -> None:
+def test_over_the_count_limit_requests_wait_and_their_connection_is_not_read() -> None:
     machine = flow(count=2)
     machine.receive(A, [FlushRequest(REQ)] * 3)
     assert len(machine.admit(A)) == 2
@@ -71,7 +71,7 @@ def test_requests_over_the_byte_limit_wait() -> None:
     assert len(machine.admit(A)) == 1
 
 
-def test_a_range_is_charged_for_its_answer_up_to_half_of_the_limit() -> None:
+def test_range_requests_are_charged_for_their_answers_and_use_at_most_half_of_the_limit() -> None:
     machine = flow(in_flight_bytes=40_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
     machine.receive(A, [ask] * 3)
@@ -100,7 +100,7 @@ def test_over_the_memory_limit_a_connection_has_one_read_in_progress() -> None:
     assert len(machine.admit(B)) > 1
 
 
-def test_over_the_memory_limit_an_open_feed_request_does_not_stop_a_read() -> None:
+def test_over_the_memory_limit_an_open_feed_request_does_not_count_as_a_read() -> None:
     machine = flow(memory_bytes=2_000)
     machine.receive(A, [FeedRequest(REQ, -1)])
     machine.admit(A)
@@ -112,7 +112,7 @@ def test_over_the_memory_limit_an_open_feed_request_does_not_stop_a_read() -> No
     assert len(machine.admit(A)) == 1
 
 
-def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
+def test_no_request_of_a_congested_connection_is_admitted() -> None:
     machine = flow()
     machine.note_backlog(A, 5_000, is_congested=True)
     machine.receive(A, [batch(10)])
@@ -174,7 +174,7 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
         lambda many: AddPreferredRequest(REQ, many),
     ],
 )
-def test_compressed_numbers_are_charged_with_their_full_size(request_of) -> None:
+def test_compressed_numbers_are_charged_with_their_decoded_size(request_of) -> None:
     """Decoded to Python numbers, a frame of 256 KiB takes ten times as much memory."""
     machine = flow(in_flight_bytes=1 << 20)
     machine.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)

@@ -121,7 +121,7 @@ def test_unchanged_metrics_are_not_updated_again() -> None:
     assert metrics.update_count > before
 
 
-def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
+def test_a_silent_replica_is_reported_until_it_answers(caplog) -> None:
     """A late replica delays no commit, so only this metric shows that it hangs."""
     caplog.set_level("INFO")
     waiting_since, metrics = {}, Metrics("server")
@@ -219,7 +219,9 @@ async def test_a_released_partition_without_storages_is_not_owned_again() -> Non
     ],
 )
 @run_on_loop
-async def test_only_damage_of_the_archive_is_final_for_a_read(error, damage_code) -> None:
+async def test_only_damage_in_the_archive_sets_the_damage_code_of_a_failed_read(
+    error, damage_code
+) -> None:
     class Links:
         async def fetch(self, *_arguments, **_options):
             raise error

@@ -5,7 +5,7 @@ from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
 from waltz_core.server.append.in_flight import BatchDraft
 
 
-def test_a_batch_draft_has_the_distance_from_each_lock_writer_to_the_last_id():
+def test_each_lock_distance_is_from_the_writer_of_the_lock_to_the_end_of_the_batch():
     draft = BatchDraft()
     for first, last, lock_rows in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):
         part = EncodedBatch(first, last, b"", memoryview(b""), b"", 0)

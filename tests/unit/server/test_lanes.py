@@ -40,7 +40,7 @@ def test_lanes_of_equal_requests_take_turns_and_keep_their_order() -> None:
     assert lanes.queued_bytes == 0
 
 
-def test_a_light_connection_precedes_heavy_ones() -> None:
+def test_requests_of_a_light_connection_precede_requests_of_heavy_connections() -> None:
     lanes: Lanes[Item] = Lanes()
     for flood in (1, 2, 3):
         for number in range(3):
@@ -93,7 +93,7 @@ def test_bytes_are_counted_by_lane_and_in_total() -> None:
     assert lanes.take() is None
 
 
-def test_a_request_taken_in_parts_stays_first_and_is_charged_by_part() -> None:
+def test_a_request_taken_in_parts_stays_first_in_its_lane_and_is_charged_by_part() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "cut", 3_000))
     lanes.push(item(1, "behind"))
@@ -127,7 +127,7 @@ def test_the_rest_of_a_request_is_dropped_with_its_lane() -> None:
     assert lanes.queued_bytes == 0
 
 
-def test_small_requests_pass_large_ones_that_wait() -> None:
+def test_small_requests_overtake_waiting_large_requests_of_other_lanes() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "large", 3_000))
     lanes.push(item(1, "behind"))

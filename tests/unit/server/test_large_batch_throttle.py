@@ -37,7 +37,7 @@ def shared_throttle(now_ms: int = 0) -> LargeBatchThrottle:
     ],
     ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
 )
-def test_large_requests_are_delayed_only_for_small_requests_of_others(
+def test_large_requests_are_delayed_only_if_other_connections_send_small_requests(
     flood_ms: list[int], finished_ms: int | None, small: tuple[ConnectionId, int] | None
 ) -> None:
     throttle = LargeBatchThrottle()
@@ -52,7 +52,7 @@ def test_large_requests_are_delayed_only_for_small_requests_of_others(
     assert throttle.piece_bytes(now_ms) is None
 
 
-def test_no_request_is_delayed_while_the_server_is_not_shared() -> None:
+def test_a_disabled_throttle_delays_no_request() -> None:
     throttle = LargeBatchThrottle(is_enabled=False)
     throttle.on_large_batch_started(FLOOD, 0)
     throttle.on_small_request_started(MODEST, 0)
@@ -60,7 +60,7 @@ def test_no_request_is_delayed_while_the_server_is_not_shared() -> None:
     assert throttle.piece_bytes(0) is None
 
 
-def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
+def test_a_shared_server_runs_large_requests_in_pieces_one_at_a_time() -> None:
     throttle = shared_throttle()
     assert throttle.piece_bytes(100) == PIECE_BYTES
     throttle.on_large_batch_started(FLOOD, 100)
@@ -101,7 +101,7 @@ def test_the_wait_for_a_hanging_piece_is_limited() -> None:
     assert throttle.large_allowed_at_ms(100 + PIECE_WAIT_MS_MAX) == 100 + PIECE_WAIT_MS_MAX
 
 
-def test_large_batches_are_not_split_after_a_time_without_small_requests() -> None:
+def test_without_recent_small_requests_large_batches_are_not_split() -> None:
     throttle = shared_throttle(50)
     assert throttle.piece_bytes(50 + SHARED_PERIOD_MS - 1) == PIECE_BYTES
     throttle.on_large_batch_started(FLOOD, 50 + SHARED_PERIOD_MS)

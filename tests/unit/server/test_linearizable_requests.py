@@ -6,7 +6,7 @@ from waltz_core.server.partition.linearizable_requests import LinearizableReques
 from waltz_core.wire import messages
 
 
-def test_requests_that_arrive_during_a_proof_share_the_next_one() -> None:
+def test_requests_that_arrive_during_a_proof_share_the_next_proof() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
     assert proofs.wait_for_proof("b", 11) == []
@@ -47,7 +47,7 @@ def test_freshness_starts_when_the_proof_is_requested() -> None:
     assert proofs.is_proof_fresh(1500)
 
 
-def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness() -> None:
+def test_the_end_of_a_session_returns_all_requests_and_invalidates_its_proofs() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     proofs.note_confirmation(0)
     proofs.wait_for_proof("a", 10)
@@ -61,7 +61,7 @@ def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness(
     assert proofs.on_proof_succeeded(2, 30) == (["c"], [])
 
 
-def test_function_assumed_id_of_returns_the_mark_that_a_request_assumes() -> None:
+def test_assumed_id_of_returns_the_highest_id_that_a_request_assumes_to_exist() -> None:
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
     requests = [
         messages.MountRequest(req_id, 5, 1),

@@ -27,7 +27,7 @@ def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
     return results(world.commit())
 
 
-def test_rejected_writers_are_notified_one_per_commit_in_their_order() -> None:
+def test_each_commit_notifies_the_next_rejected_writer() -> None:
     world, rejected, answered = contended_lock()
     assert answered[rejected[0]] == [(-1, LOCK, 0)]
     assert rejected[1] not in answered
@@ -69,7 +69,7 @@ def test_queues_of_two_hot_locks_are_independent() -> None:
     assert [req_id in answered for req_id in rejected] == [True, True, False, False]
 
 
-def test_the_next_author_is_notified_if_a_notified_author_does_not_return() -> None:
+def test_the_next_writer_is_notified_if_a_notified_writer_does_not_retry() -> None:
     world, rejected, _ = contended_lock(took_ms=4)
     for req_id in rejected[1:]:
         before_ms = world.now_ms
@@ -94,7 +94,7 @@ def test_slower_commits_give_waiting_writers_more_time() -> None:
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
 
 
-def test_a_waiting_writer_is_notified_of_the_newest_conflict_of_any_writer() -> None:
+def test_a_waiting_writer_is_notified_of_the_newest_conflicting_transaction() -> None:
     world, rejected, _ = contended_lock(losers=2)
     world.batch([b"data"], mark=0, write=[[HOT]])
     world.turn()
@@ -105,7 +105,7 @@ def test_a_waiting_writer_is_notified_of_the_newest_conflict_of_any_writer() -> 
     assert late not in answered
 
 
-def test_instant_commits_still_leave_waiting_writers_some_time() -> None:
+def test_a_notified_writer_has_a_minimum_time_to_retry_even_if_commits_are_instant() -> None:
     world, rejected, _ = contended_lock(took_ms=0)
     assert rejected[1] in results(world.turn_when_paced())
     assert world.now_ms == NOTIFY_MS_MIN
@@ -127,7 +127,7 @@ def test_the_end_of_a_session_answers_all_waiting_writers() -> None:
     assert results(world.open(0)) == {}
 
 
-def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() -> None:
+def test_writers_of_a_closed_connection_get_no_answer_and_delay_no_flush() -> None:
     world, rejected, _ = contended_lock(losers=4)
     assert world.pipeline.flush(1) == []
     assert results(world.pipeline.close(B)) == {}

@@ -99,7 +99,7 @@ def test_one_replica_with_all_blocks_fills_the_lock_table() -> None:
     assert world.lock_loader.due_ms(world.now_ms) is None
 
 
-def test_a_loaded_lock_has_an_id_from_its_last_writer_to_the_end_of_the_batch() -> None:
+def test_the_estimate_of_a_loaded_lock_is_between_its_last_writer_and_the_batch_end() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(0, 3) + block(6, 5, first=4) + block(7, 5) + block(8) + block(9, 1_002))
@@ -136,7 +136,7 @@ def test_the_refill_reads_down_to_the_limit() -> None:
     [b"", b"junk" * 40, blocks(0, 8), blocks(0, 8) + block(9, history=1), blocks(0, 9)[:-1]],
     ids=["nothing", "junk", "too short", "another log", "torn"],
 )
-def test_locks_that_the_log_does_not_prove_are_not_loaded(data: bytes) -> None:
+def test_lock_blocks_that_do_not_match_the_log_are_not_loaded(data: bytes) -> None:
     world = World()
     world.query_locks()
     for replica in REPLICAS:
@@ -264,7 +264,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
     assert world.lock_loader.is_holding_appends(world.now_ms)
 
 
-def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
+def test_a_replica_that_returned_no_lock_blocks_is_queried_again() -> None:
     world = World()
     world.query_locks()
     world.answer(b"")
@@ -281,7 +281,7 @@ def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
     assert [fetch.replica for fetch in world.fetches[3:]] == list(REPLICAS[:2])
 
 
-def test_requests_without_an_answer_are_limited() -> None:
+def test_the_number_of_unanswered_requests_is_limited() -> None:
     world = World()
     for session in range(FETCHES_IN_FLIGHT_MAX + 3):
         world.query_locks(session)

@@ -56,7 +56,7 @@ def test_a_lock_is_accepted_if_its_estimate_is_at_most_the_mark() -> None:
 
 
 @pytest.mark.parametrize("kind", ["w", "r"])
-def test_write_and_read_locks_are_compared(kind: str) -> None:
+def test_write_and_read_locks_conflict_with_an_earlier_write_lock(kind: str) -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, next_id=1)
     verdicts = validate(table, {kind: [1]}, mark=0, high=1)
@@ -88,7 +88,7 @@ def test_ineligible_rows_do_not_change_the_lock_table() -> None:
     assert table.estimate(9) == 0
 
 
-def test_only_a_conflict_in_flight_is_pending() -> None:
+def test_a_conflict_is_pending_only_if_its_transaction_is_in_flight() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     verdicts = validate(table, {"w": [1]}, {"w": [2]}, mark=0, high=1, next_id=3)
@@ -103,7 +103,7 @@ def test_a_row_is_checked_against_the_earlier_rows_of_its_batch() -> None:
     assert verdicts.pending.tolist() == [False, True, True, False, False]
 
 
-def test_a_rejected_row_of_a_batch_blocks_no_append() -> None:
+def test_a_rejected_row_does_not_cause_a_conflict_for_later_rows() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, high=0, next_id=1)
     verdicts = validate(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
@@ -143,7 +143,7 @@ def test_a_reset_rejects_appends_with_older_marks() -> None:
     assert validate(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
 
 
-def test_locks_in_flight_before_a_reset_are_not_undone_after_it() -> None:
+def test_an_undo_after_a_reset_leaves_all_locks_at_the_id_of_the_reset() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
     # Another owner may have written any lock up to ID 1; then this owner returns.
@@ -162,7 +162,7 @@ def test_without_undo_entries_no_lock_stays_above_the_mark() -> None:
     assert validate(table, {"w": [1, 10]}, mark=1, high=1).ids.tolist() == [2]
 
 
-def test_an_empty_batch_accepts_no_row() -> None:
+def test_validation_of_an_empty_batch_accepts_no_row() -> None:
     assert validate(table_at(0)).accepted_count == 0
 
 
@@ -182,7 +182,7 @@ def test_an_estimate_is_the_minimum_of_three_slots(lock: int) -> None:
     assert table.estimate(lock) == slot_indices([lock], 1009).min()
 
 
-def test_the_false_rejection_probability_depends_on_the_newer_slots() -> None:
+def test_the_false_rejection_probability_depends_on_the_share_of_newer_slots() -> None:
     table = LockTable(1000, TransactionId(0))
     assert table.false_rejection_probability(TransactionId(0)) == 0
     assert table.false_rejection_probability(TransactionId(-1)) == 1

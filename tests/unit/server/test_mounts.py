@@ -25,7 +25,7 @@ def mount_error(
     return mounts.mount_error(message, connection, PLACE, principal)
 
 
-def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -> None:
+def test_a_client_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -> None:
     mounts = Mounts(2)
     mounts.begin_mount(ALICE, OLD, 5, "alice")
     assert isinstance(mount_error(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
@@ -37,7 +37,7 @@ def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -
     assert mount_error(mounts, ALICE, NEW, 6, principal="eve") is None
 
 
-def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None:
+def test_appends_are_accepted_only_after_the_mount_is_answered() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 5)
     assert mounts.has_mount(ALICE, OLD)
@@ -47,7 +47,7 @@ def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None
     assert not mounts.is_ready(BOB, OLD)
 
 
-def test_only_a_higher_sequence_or_the_same_connection_may_mount() -> None:
+def test_a_mount_on_another_connection_requires_a_higher_sequence() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 5)
     assert mount_error(mounts, ALICE, OLD, 5) is None

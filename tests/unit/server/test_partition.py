@@ -273,7 +273,7 @@ def world_with_mount(**limits: int) -> World:
 # --- appends and sessions
 
 
-def test_no_request_is_answered_between_session_opened_and_settled() -> None:
+def test_requests_wait_until_an_opened_session_is_settled() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.report_from_store(
@@ -311,7 +311,7 @@ def test_an_append_lost_because_of_a_full_disk_is_answered() -> None:
     assert world.reason(lost) is RowOutcomeCode.NO_SPACE
 
 
-def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
+def test_the_owner_releases_a_partition_whose_log_is_shorter_than_reported() -> None:
     world = world_with_mount()
     world.fill(3)
     waiting = world.append()
@@ -422,7 +422,7 @@ def test_a_due_checkpoint_waits_for_appends_in_flight() -> None:
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 3
 
 
-def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
+def test_a_checkpoint_is_due_earlier_if_much_was_archived_in_the_session() -> None:
     world = World(checkpoint_interval_ms=50)
     world.open()
     world.mount()
@@ -478,7 +478,7 @@ def test_a_mount_waits_for_the_appends_in_flight() -> None:
     assert world.reason(req_id) is RowOutcomeCode.COMMITTED
 
 
-def test_a_mount_during_a_lost_session_is_answered_by_the_next_one() -> None:
+def test_a_mount_that_waits_at_the_end_of_a_session_is_answered_by_the_next_session() -> None:
     world = world_with_mount()
     world.append()
     world.run()
@@ -600,7 +600,7 @@ def test_a_client_ahead_of_the_log_is_reported() -> None:
     assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
 
 
-def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
+def test_a_mount_ahead_of_the_log_gets_a_retryable_error_if_the_proof_fails() -> None:
     world = world_with_mount()
     mount = world.mount(BOB, B, mark=0)
     world.fail_proof()
@@ -614,7 +614,7 @@ def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
     assert world.error(old) == errors.Unavailable.code
 
 
-def test_a_client_ahead_of_a_lost_session_is_mounted_by_the_next_session() -> None:
+def test_a_client_that_was_ahead_of_the_log_is_mounted_by_the_next_session() -> None:
     world = world_with_mount()
     mount = world.mount(BOB, B, mark=3)
     assert not world.is_answered(mount)
@@ -672,7 +672,7 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     assert len(heads) == 3 * 28
 
 
-def test_a_feed_mount_receives_the_batches_in_flight_that_it_waits_for() -> None:
+def test_a_feed_mount_waits_for_the_batches_in_flight_and_receives_them() -> None:
     world = world_with_mount()
     world.append()
     world.run()
@@ -684,7 +684,7 @@ def test_a_feed_mount_receives_the_batches_in_flight_that_it_waits_for() -> None
     assert world.is_answered(mount)
 
 
-def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() -> None:
+def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_session() -> None:
     world = world_with_mount()
     world.fill(5)
     message = messages.MountWriter(world.req_id(BOB), 1, 1, wants_feed=True)
@@ -772,7 +772,7 @@ def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     assert isinstance(world.answer(second), messages.Mounted)
 
 
-def test_a_storage_that_sends_another_range_is_not_trusted() -> None:
+def test_a_storage_answer_with_the_wrong_range_is_not_delivered() -> None:
     world = World()
     world.open(2)
     mount = world.mount(ALICE, A, mark=-1, feed=True)
@@ -979,7 +979,7 @@ def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
     assert len(world.fetches) == 2, "the log begins there for all replicas"
 
 
-def test_a_read_tries_other_replicas_if_a_log_begins_later() -> None:
+def test_a_read_below_the_log_start_of_one_replica_is_sent_to_another_replica() -> None:
     world = World()
     world.open(2)
     request_range(world, 1, 2)
@@ -1016,7 +1016,7 @@ def test_a_feed_of_damaged_records_ends_with_an_error_that_names_them() -> None:
     assert answer.message.endswith("object o: bad")
 
 
-def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
+def test_appends_in_doubt_have_unknown_outcomes_if_their_batches_have_expired() -> None:
     world = world_with_mount()
     req_id = world.append()
     world.run()
@@ -1046,7 +1046,7 @@ def test_an_expiry_request_is_passed_to_the_store_and_answered() -> None:
     assert len(world.store.of(replication.ExpireArchive)) == 1
 
 
-def test_a_replacement_request_is_passed_to_the_store_and_answered() -> None:
+def test_an_object_replacement_request_is_passed_to_the_store_and_answered() -> None:
     world = world_with_mount()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     wanted = replication.ReplaceArchivedObject("o", TransactionId(3), TransactionId(9), 5)
@@ -1083,7 +1083,7 @@ def test_a_replacement_above_the_archived_mark_is_rejected(
 
 
 @pytest.mark.parametrize("bounds", [(-1, 0), (0, -1)])
-def test_a_wrong_bound_of_an_expiry_is_rejected(bounds: tuple[int, int]) -> None:
+def test_an_expiry_with_a_negative_bound_is_rejected(bounds: tuple[int, int]) -> None:
     world = world_with_mount()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     assert (
@@ -1148,7 +1148,7 @@ def test_an_append_ahead_of_the_log_is_reported_after_a_proof() -> None:
     assert world.reason(behind) is RowOutcomeCode.COMMITTED
 
 
-def test_without_a_proof_the_client_of_an_append_ahead_of_the_log_must_mount_again() -> None:
+def test_an_append_ahead_of_the_log_ends_the_mount_if_the_proof_fails() -> None:
     world = world_with_mount()
     ahead = world.append(mark=0)
     world.run()
@@ -1361,7 +1361,7 @@ def test_the_next_session_of_the_same_owner_requests_no_lock_blocks() -> None:
     assert world.fetches == []
 
 
-def test_an_abandoned_partition_forgets_the_replicas_with_open_requests() -> None:
+def test_an_abandoned_partition_does_not_repeat_a_failed_lock_block_request() -> None:
     world = World(lock_load_count_max=100)
     world.open(5, follows_own_session=False)
     (fetch,) = world.fetches

@@ -41,7 +41,7 @@ def pending_batch(data: list[bytes]) -> PendingBatch:
     return pending
 
 
-def test_rows_that_are_not_validated_yet_are_not_lost() -> None:
+def test_rows_that_await_validation_are_not_marked_as_lost() -> None:
     rows = pending_batch([b"a", b"b", b"c"])
     rows.ids[:2] = 6, 7
     rows.on_rows_validated(2)

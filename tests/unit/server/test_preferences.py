@@ -18,7 +18,7 @@ def test_preferences_are_kept_in_order():
     assert preferences.preferred == preferences.active_preferences_after((), ()) == (0, 1)
 
 
-def test_a_handed_over_partition_pauses_for_a_while():
+def test_the_preference_for_a_handed_over_partition_is_suspended_for_a_while():
     preferences = new_preferences(0, 1)
     assert preferences.suspend(1, 100.0)
     assert not preferences.suspend(7, 100.0)  # no command prefers this partition
@@ -33,7 +33,7 @@ def test_a_handed_over_partition_pauses_for_a_while():
     )
 
 
-def test_a_changed_preference_ends_the_pause():
+def test_a_changed_preference_ends_the_suspension():
     preferences = new_preferences(0, 1)
     preferences.suspend(0, 5.0)
     preferences.suspend(1, 5.0)

@@ -54,7 +54,9 @@ def test_all_partitions_share_the_budget() -> None:
     ("after", "should_fetch"),
     [(0, False), (1, True), (NEAR_DISTANCE_MAX, True), (NEAR_DISTANCE_MAX + 1, False)],
 )
-def test_sequential_requests_are_read_ahead(after: int, should_fetch: bool) -> None:
+def test_only_a_read_that_starts_soon_after_a_fetched_range_is_read_ahead(
+    after: int, should_fetch: bool
+) -> None:
     ahead = ReadAhead(CacheBudget(1 << 20))
     ahead.note_fetched_up_to(TransactionId(100))
     assert ahead.should_fetch(TransactionId(100 + after)) is should_fetch

@@ -176,7 +176,7 @@ def test_nearby_replicas_of_the_session_are_queried_first() -> None:
     assert fetch_of(request_range(machine, 500, 509)).replica in machine.replicas
 
 
-def test_a_failed_fetch_is_sent_to_each_replica_before_it_waits() -> None:
+def test_a_failed_fetch_is_sent_to_each_replica_before_a_retry_delay() -> None:
     machine = reads()
     fetch = fetch_of(request_range(machine, 0, 9))
     tried = [fetch.replica]
@@ -197,7 +197,9 @@ def test_a_failed_fetch_is_sent_to_each_replica_before_it_waits() -> None:
 
 
 @pytest.mark.parametrize("others", range(AVOIDED_FETCH_COUNT, AVOIDED_FETCH_COUNT + 6))
-def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(others: int) -> None:
+def test_a_failed_fetch_is_sent_to_each_replica_once_even_if_other_fetches_succeed(
+    others: int,
+) -> None:
     machine = reads(mark=10_000)
     fetch = fetch_of(request_range(machine, 0, 9))
     tried = [fetch.replica]
@@ -316,7 +318,7 @@ def test_abandoning_all_reads_returns_their_requests() -> None:
     assert machine.on_range_fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
-def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
+def test_feed_headers_do_not_have_the_chain_of_a_reconstructed_batch() -> None:
     machine = reads()
     fetch = fetch_of(machine.request_headers(TransactionId(0), TransactionId(9)))
     lineage = tuple(
@@ -395,7 +397,9 @@ def corrupt(answer: RangeBytes) -> RangeBytes:
         (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), count=2)),
     ],
 )
-def test_an_answer_of_a_storage_is_checked_before_the_next_read(form, spoil) -> None:
+def test_a_wrong_answer_of_a_storage_is_followed_by_a_fetch_from_another_replica(
+    form, spoil
+) -> None:
     machine = reads()
     fetch = fetch_of(request_range(machine, 10, 12, form=form))
     again = fetch_of(machine.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
@@ -554,7 +558,7 @@ def fail_rounds(machine: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[o
 DAMAGED = ["!object a: bad", "!object a: wrong", "!object a: lost"]
 
 
-def test_the_error_of_a_request_prefers_damage_as_its_reason() -> None:
+def test_the_error_of_a_read_reports_damage_rather_than_other_failures() -> None:
     machine = reads()
     fetch = fetch_of(request_range(machine, 0, 9))
     rounds = [["gone", "!object a: bad", "away"]] * ROUNDS_MAX

@@ -64,7 +64,7 @@ def owners(view):
     return {partition: owner.server_id for partition, owner in view.owners.items()}
 
 
-def test_the_leader_moves_other_partitions_away_from_a_hot_one():
+def test_the_leader_moves_other_partitions_off_the_server_of_a_hot_partition():
     async def scenario():
         inbox, rounds, balancers = await run_balancers(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)

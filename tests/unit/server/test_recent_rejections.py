@@ -33,7 +33,7 @@ def row_of(req_id: ReqId, number: int) -> ReqId:
 # --- which rejections are recorded
 
 
-def test_a_rejection_because_of_a_committed_transaction_is_recorded_when_it_is_final() -> None:
+def test_a_rejection_is_recorded_after_its_conflicting_transaction_commits() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -60,7 +60,7 @@ def test_a_row_lost_with_its_conflicting_transaction_is_not_recorded() -> None:
     assert listed_rejections(world) == []
 
 
-def test_a_row_is_recorded_if_its_conflicting_transaction_is_settled() -> None:
+def test_a_rejection_is_recorded_if_the_next_session_has_its_conflicting_transaction() -> None:
     world = World()
     world.single(write=[5])
     world.turn()

@@ -46,7 +46,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("check_scenario", SERVED, ids=lambda scenario: scenario.__name__)
-def test_each_write_registry_scenario_passes_with_requests_to_a_server(check_scenario):
+def test_all_scenarios_of_the_write_registry_pass_through_a_server(check_scenario):
     serving(lambda world: check_scenario(world, ROOT))
 
 
@@ -159,7 +159,7 @@ async def test_one_of_several_concurrent_principals_becomes_the_owner_of_a_write
 
 
 @run_on_loop
-async def test_report_mode_permits_and_counts_requests_that_it_would_deny():
+async def test_report_mode_permits_and_counts_requests_that_enforcement_would_deny():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)
@@ -196,7 +196,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
 
 
 @run_on_loop
-async def test_a_concurrent_change_of_the_write_owner_denies_the_client_id():
+async def test_no_client_id_is_issued_if_the_owner_of_the_write_changes_concurrently():
     """If the client ID were not denied, two principals would have proofs of the same client ID."""
     _, write_registry = await with_requests()
     mine, other = write_registry.for_principal("mine"), write_registry.for_principal("other")
@@ -221,7 +221,7 @@ async def test_a_write_name_without_a_number_belongs_to_no_series():
 
 
 @run_on_loop
-async def test_a_task_with_many_runs_stays_small_and_still_knows_of_other_runs():
+async def test_a_task_with_many_runs_stays_small_and_still_detects_other_runs():
     """An attempt writes all remembered runs to ZooKeeper."""
     requests, write_registry = await with_requests()
     await write_registry.begin("w", MARKS, 1_000)

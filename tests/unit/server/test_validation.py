@@ -103,7 +103,7 @@ def test_pieces_have_the_same_outcomes_and_records_as_the_whole_batch(stops: lis
     assert numbers == [10, 11, 14]
 
 
-def test_a_piece_of_rejected_rows_waits_only_for_its_conflicts() -> None:
+def test_a_piece_of_rejected_rows_waits_only_until_its_conflicts_are_committed() -> None:
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
     pending.open(decode_batch(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
@@ -168,7 +168,7 @@ def test_all_locks_of_an_accepted_batch_are_reported() -> None:
     assert list(piece.lock_rows) == [0, 1, 1]
 
 
-def test_sequence_numbers_that_run_out_are_rejected() -> None:
+def test_a_batch_over_the_maximum_sequence_number_is_rejected() -> None:
     last = REQ._replace(sequence=0x7FFFFFFF - 4)
     assert decode_batch(message(last), LIMITS).count == 5
     with pytest.raises(errors.BadRequest, match="sequence numbers"):
