@@ -26,7 +26,7 @@ def test_a_call_of_a_decorated_function_returns_a_context_without_executing_it()
     assert repr(context) == "<transaction pay>"
 
 
-def test_each_attempt_fills_in_its_own_builder():
+def test_a_context_fills_in_the_builder_of_each_attempt():
     context = pay(7, 100)
     for mark in (3, 9):
         builder = TransactionBuilder(PartitionId(0), TransactionId(mark))

@@ -33,13 +33,13 @@ def ids(found) -> list[int]:
     return [each.transaction_id for each in found]
 
 
-def test_a_client_that_has_seen_no_predecessor_claims_none():
+def test_a_client_that_has_received_no_predecessors_sends_none():
     assert not NO_PREDECESSORS.has_received_predecessors
     assert NO_PREDECESSORS.mark_and_state(5) == (5, NO_PREDECESSORS)
     assert NO_PREDECESSORS.predecessors_above(5) == ()
 
 
-def test_each_report_is_added_to_the_earlier_ones():
+def test_newly_received_predecessors_are_added_to_the_earlier_ones():
     first = NO_PREDECESSORS.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
     assert (first.session_id, first.mount, first.base_mark, first.mark) == (SESSION, MOUNT, 5, 9)
     assert ids(first.predecessors) == [6, 8]
@@ -50,7 +50,7 @@ def test_each_report_is_added_to_the_earlier_ones():
     assert ids(more.predecessors_above(8)) == [11]
 
 
-def test_a_mark_between_the_first_and_last_predecessor_claims_the_rest():
+def test_predecessors_are_sent_only_with_a_mark_that_they_continue():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.mark_and_state(5) == (9, follow)
     assert follow.mark_and_state(8) == (9, follow)
@@ -59,7 +59,7 @@ def test_a_mark_between_the_first_and_last_predecessor_claims_the_rest():
     assert follow.mark_and_state(12) == (12, NO_PREDECESSORS)
 
 
-def test_an_append_with_other_locks_claims_the_mark_of_the_state():
+def test_an_append_with_a_lock_of_unknown_predecessors_is_sent_without_predecessors():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.mark_and_state(5, LOCKS[:1]) == (9, follow)
     mark, claimed = follow.mark_and_state(5, (*LOCKS, 33))
@@ -78,7 +78,7 @@ def test_predecessors_are_kept_only_for_the_last_requested_locks():
     assert fewer.mark_and_state(5, LOCKS)[0] == 5
 
 
-def test_without_a_predecessor_only_the_mark_is_claimed():
+def test_an_empty_list_of_predecessors_still_raises_the_mark_of_the_append():
     follow = NO_PREDECESSORS.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
     assert follow.predecessors == ()
     assert follow.mark_and_state(5) == (9, follow)

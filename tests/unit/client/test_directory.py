@@ -37,7 +37,7 @@ def test_a_task_gets_the_owner_of_its_own_partition_only():
     assert LAYOUT.for_partition(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
-def test_a_newer_layout_replaces_owners_without_a_request_and_is_reported():
+def test_newer_owners_in_a_layout_are_used_without_a_request_and_reported():
     directory = FixedDirectory(LAYOUT.for_partition(0), connect_timeout_ms=1)
     reported = []
     run_in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
@@ -107,7 +107,7 @@ def test_a_cancelled_caller_of_a_shared_request_does_not_cancel_others():
     assert zookeeper.count == 1
 
 
-def test_if_the_requesting_caller_is_cancelled_another_caller_requests():
+def test_a_waiting_caller_queries_zookeeper_if_the_querying_caller_is_cancelled():
     zookeeper = AnsweringZooKeeper()
     assert run_in_virtual_time(request_concurrently(zookeeper, 3, cancelled=0)) == [
         None,
@@ -140,7 +140,7 @@ def view(server_id=7, *, host="a", is_settled=True):
     return ServersView({server_id: server}, {0: Ownership(server_id, 3)}, is_settled=is_settled)
 
 
-def test_an_owner_in_an_unsettled_view_is_ignored():
+def test_an_owner_is_ignored_if_the_assignment_does_not_match_the_live_servers():
     zookeeper = ZooKeeperWithViews(view(is_settled=False), view())
     directory = directory_of(zookeeper)
     with pytest.raises(errors.NotOwned):
@@ -149,7 +149,7 @@ def test_an_owner_in_an_unsettled_view_is_ignored():
     assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
-def test_function_owner_now_reads_the_latest_view_and_rejects_an_unsettled_view():
+def test_function_read_current_owner_rejects_an_outdated_assignment():
     requests = []
 
     class ZooKeeper:
@@ -170,7 +170,7 @@ def test_function_owner_now_reads_the_latest_view_and_rejects_an_unsettled_view(
     assert not directory.owners  # an answer that changes no owner
 
 
-def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
+def test_zookeeper_is_queried_again_only_after_the_known_owner_has_failed():
     zookeeper = ZooKeeperWithViews(view(), view(8, host="b"))
     directory = directory_of(zookeeper)
     for after_failure, owner, count in (
@@ -298,7 +298,7 @@ class ZooKeeperWithGroups:
         return GroupDescriptor(dict(self.groups))
 
 
-def test_groups_are_read_once_and_again_for_an_unknown_storage():
+def test_groups_are_read_again_only_for_an_unknown_storage():
     zookeeper = ZooKeeperWithGroups()
     directory = directory_of(zookeeper)
 
@@ -429,7 +429,7 @@ def test_closing_ends_requests_that_wait_for_zookeeper(monkeypatch):
     run_in_virtual_time(look_up_and_close())
 
 
-def test_a_client_with_a_layout_opens_zookeeper_with_its_own_timeouts(monkeypatch):
+def test_a_client_with_a_layout_uses_its_configured_timeouts_for_zookeeper(monkeypatch):
     async def connect(*_place, **options):
         requests.append(options)
         return OutdatedZooKeeper()
@@ -500,7 +500,7 @@ def reopen_after_missing_cluster(zookeeper):
     return run_in_virtual_time(open_and_lose_cluster())
 
 
-def test_a_directory_uses_a_cluster_again_that_was_rebuilt_with_the_same_key():
+def test_a_directory_finds_owners_again_after_a_rebuild_with_the_same_cluster_key():
     zookeeper = RebuiltZooKeeper()
     directory = reopen_after_missing_cluster(zookeeper)
     assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
@@ -528,7 +528,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
             run_in_virtual_time(look_up())
 
 
-def test_a_cluster_with_another_key_at_the_root_of_a_missing_cluster_is_rejected():
+def test_a_directory_rejects_another_cluster_that_replaces_a_missing_cluster():
     zookeeper = RebuiltZooKeeper()
     directory = reopen_after_missing_cluster(zookeeper)
     zookeeper.key = UUID(int=8)
@@ -537,7 +537,7 @@ def test_a_cluster_with_another_key_at_the_root_of_a_missing_cluster_is_rejected
             run_in_virtual_time(look_up())
 
 
-def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
+def test_opening_a_directory_fails_at_once_if_the_cluster_does_not_exist():
     zookeeper = RebuiltZooKeeper()
     zookeeper.is_missing = True
     directory = directory_of(zookeeper)

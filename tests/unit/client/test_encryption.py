@@ -250,7 +250,9 @@ def archive_payloads(url: Path, payloads: list[bytes]) -> ArchivedObjects:
     return ArchivedObjects(f"file://{url}", manifest)
 
 
-def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_path: Path) -> None:
+def test_archived_payloads_are_envelopes_and_are_decrypted_only_with_their_keys(
+    directory: Path, tmp_path: Path
+) -> None:
     encryption = Encryption.from_reference(str(directory), key_id="a")
     options_of_row = {"partition": PARTITION_ID, "header": 5}
     payloads = [

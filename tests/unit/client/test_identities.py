@@ -61,7 +61,7 @@ class LinksAndDirectory:
 
 
 @run_on_virtual_loop
-async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
+async def test_the_server_of_the_first_mount_issues_one_client_id_for_all_partitions():
     one, two = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(one, two).ids()
     assert ids.current is None
@@ -72,7 +72,7 @@ async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
 
 
 @run_on_virtual_loop
-async def test_without_a_server_that_issues_ids_the_id_comes_from_zookeeper():
+async def test_the_client_id_comes_from_zookeeper_if_no_server_issues_ids():
     old, older = Link("one:1", None), Link("two:1", None)
     assert await LinksAndDirectory(old, older).ids().get(old, replaced_id=-1) == ClientIdentity(
         5, NO_PROOF
@@ -80,7 +80,7 @@ async def test_without_a_server_that_issues_ids_the_id_comes_from_zookeeper():
 
 
 @run_on_virtual_loop
-async def test_another_server_issues_the_id_if_the_owner_is_older():
+async def test_another_server_issues_the_client_id_if_the_owner_has_an_older_version():
     old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED_ID)
     links = LinksAndDirectory(old, new)
     assert (await links.ids().get(old, replaced_id=-1)).client_id == FIRST_ISSUED_ID + 1
@@ -90,7 +90,7 @@ async def test_another_server_issues_the_id_if_the_owner_is_older():
 
 
 @run_on_virtual_loop
-async def test_a_denied_id_is_replaced_once_for_all_partitions():
+async def test_all_partitions_share_the_replacement_of_a_denied_client_id():
     one, two = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(one, two).ids()
     denied = (await ids.get(one, replaced_id=-1)).client_id
@@ -117,7 +117,7 @@ async def test_an_id_that_the_application_has_set_is_not_replaced_after_a_denial
 
 
 @run_on_virtual_loop
-async def test_a_frozen_server_does_not_delay_others_and_its_answer_is_shared():
+async def test_another_server_issues_the_client_id_for_all_requests_if_one_server_is_frozen():
     frozen, other = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(frozen, other).ids()
     frozen.may_answer.clear()
@@ -134,7 +134,9 @@ async def test_a_frozen_server_does_not_delay_others_and_its_answer_is_shared():
 
 @pytest.mark.parametrize("constant", ["versions_offered", "versions_accepted"])
 @run_on_virtual_loop
-async def test_if_client_or_server_is_older_the_id_comes_from_zookeeper(constant, monkeypatch):
+async def test_the_client_id_comes_from_zookeeper_if_client_or_server_has_an_older_version(
+    constant, monkeypatch
+):
     """With protocol L 7 the ID comes from ZooKeeper, and read-back uses all headers."""
     client = WireProtocol.CLIENT
     monkeypatch.setattr(

@@ -81,7 +81,7 @@ def reader():
     local_reader.close()
 
 
-def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader):
+def test_a_range_over_two_segments_is_read_in_pieces_with_one_grant_of_the_storage(files, reader):
     records, first = b"", 10
     while first < 30:
         records_read = files.read(reader, first, 29, 3 * files.size)

@@ -91,7 +91,9 @@ def failing_iterator():
         ),
     ],
 )
-def test_an_argument_that_is_not_a_list_or_raises_is_reported_to_the_caller(call, error, sentence):
+def test_an_invalid_list_argument_or_a_failing_iterator_is_reported_to_the_caller(
+    call, error, sentence
+):
     expected = pytest.raises(error, match=sentence)
     with MemoryWaltz() as waltz, waltz.client() as client, expected:
         call(client)

@@ -91,7 +91,7 @@ def test_the_tracker_ignores_rows_of_other_clients():
     assert pending.known_outcome(BEFORE_FIRST) is None
 
 
-def test_a_submission_of_which_only_a_part_is_in_the_log_has_an_unknown_outcome():
+def test_a_submission_is_not_settled_while_only_a_part_of_its_rows_is_in_the_log():
     tracker = new_tracker()
     pending = register_submission(tracker, 1, 1, rows=2)
     tracker.note_mount_mark(TransactionId(15))

@@ -79,7 +79,7 @@ def test_a_valid_answer_is_returned():
         ({"next": 14}, errors.DataLoss),
     ],
 )
-def test_every_malformed_answer_raises(changes, error):
+def test_every_malformed_answer_raises_an_error(changes, error):
     with pytest.raises(error):
         chunk_from_server(PARTITION, QUERY, answer(**changes))
 
@@ -129,7 +129,7 @@ def fetch_from_storage(storage: Storage, form: RangeForm = RangeForm.WHOLE) -> R
 
 
 @pytest.mark.parametrize("changes", [{"first": 11}, {"form": RangeForm.HEADERS}, {"count": 0}])
-def test_a_replica_s_answer_to_another_request_is_an_error_of_the_protocol(changes):
+def test_an_answer_of_a_replica_to_another_request_is_a_protocol_error(changes):
     storage = Storage(4)
     storage.answer = replace(storage.answer, **changes)
     with pytest.raises(errors.RemoteProtocolError, match="found form"):
@@ -137,7 +137,7 @@ def test_a_replica_s_answer_to_another_request_is_an_error_of_the_protocol(chang
 
 
 @pytest.mark.parametrize("size", [3, 4, 15, 17, 20])
-def test_locations_with_a_different_number_of_lengths_are_a_protocol_error(size: int):
+def test_a_wrong_number_of_lengths_in_an_answer_with_locations_is_a_protocol_error(size: int):
     storage = Storage(4)
     storage.answer = replace(
         storage.answer, form=LOCATIONS, lengths=bytes(size), records=b"", records_crc=0
@@ -164,7 +164,7 @@ def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
 
 
 @pytest.mark.parametrize("at", [9, 20, 27])  # in the request's ID and in the header
-def test_headers_that_a_replica_s_answer_does_not_confirm_are_not_trusted(at: int):
+def test_headers_with_a_wrong_crc_in_the_answer_of_a_replica_are_not_trusted(at: int):
     good = heads(10, 11, 12, 13)
     assert headers_from_replica(good, crc32(good)).next == 14
     bad = bytearray(good)
@@ -329,7 +329,7 @@ def test_a_nearby_storage_that_is_not_engaged_gets_no_request(monkeypatch: pytes
     assert addresses[4:] == ["server", "server"]
 
 
-def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
+def test_a_storage_that_sends_no_hello_is_skipped_soon_unless_it_is_the_last_replica(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The operating system accepts connections also for a stopped process."""
@@ -473,7 +473,9 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
     return requests
 
 
-def test_a_replica_that_names_a_pause_gets_the_request_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_reader_repeats_a_request_after_the_pause_that_the_replica_names(
+    monkeypatch: pytest.MonkeyPatch,
+):
     requests = read_over_a_limit(monkeypatch, 2_000)
     assert len(requests) == 3
     assert len(set(requests)) == 1
@@ -482,7 +484,7 @@ def test_a_replica_that_names_a_pause_gets_the_request_again(monkeypatch: pytest
     assert sorted(requests) == sorted([*REPLICAS, "server"])
 
 
-def test_a_log_that_begins_after_the_range_ends_the_search_for_a_replica(
+def test_no_further_replica_is_queried_if_the_log_begins_after_the_range(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with pytest.raises(errors.BeforeLogStart) as caught:
@@ -494,7 +496,7 @@ def test_a_log_that_begins_after_the_range_ends_the_search_for_a_replica(
         )
 
 
-def test_a_filter_that_servers_reject_is_rejected_before_the_first_read():
+def test_a_filter_over_the_header_limit_is_rejected_before_the_first_read():
     most = tuple(range(FILTER_HEADERS_MAX))
     replace(QUERY, header_values=most)
     with pytest.raises(errors.BadRequest, match="at most 1000 headers, found 1001"):

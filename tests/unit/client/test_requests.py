@@ -151,7 +151,7 @@ async def test_a_pause_above_the_request_timeout_is_an_error_with_the_reason():
 
 
 @run_on_virtual_loop
-async def test_a_request_is_not_repeated_if_its_partition_keeps_its_server():
+async def test_a_request_is_not_repeated_if_a_new_assignment_keeps_its_server():
     cluster = Cluster(owner=mark(7))
     cluster.may_answer.clear()
     async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:

@@ -84,7 +84,7 @@ def test_a_scan_matches_payload_keys_and_columns_case_sensitively(client: WaltzC
     assert client.scan(0, schema=pa.schema([("id", pa.int32())])).read_all()["id"].null_count == 1
 
 
-def test_a_payload_that_does_not_fit_names_its_transaction_and_column(client: WaltzClient):
+def test_the_error_for_a_payload_of_a_wrong_type_names_transaction_and_column(client: WaltzClient):
     fill(client, 2, 3)
     client.append(msgpack.packb({"id": 1.5}), partition=2).result()
     with pytest.raises(errors.BadFormat, match=r"partition 2, transaction 3, column 'id'.*int32"):
@@ -152,7 +152,7 @@ class Chunks:
             self.log.append("end")
 
 
-def test_nothing_is_read_before_the_consumer_requests_it(client: WaltzClient):
+def test_a_scan_reads_no_chunk_before_the_consumer_requests_its_batch(client: WaltzClient):
     fill(client, 0, 3)
     fill(client, 1, 2)
     chunks = Chunks(client)
@@ -180,7 +180,7 @@ def test_another_thread_can_read_a_scan(client: WaltzClient):
         assert pool.submit(reader.read_all).result().num_rows == 3
 
 
-def test_a_reader_of_a_closed_client_raises(client: WaltzClient):
+def test_a_scan_of_a_closed_client_raises_an_error(client: WaltzClient):
     fill(client, 0, 1)
     reader = client.scan(0)
     client.close()
@@ -223,7 +223,9 @@ def test_a_reader_of_a_closed_client_raises(client: WaltzClient):
         ),
     ],
 )
-def test_a_wrong_argument_is_rejected_by_the_call(client: WaltzClient, arguments, message):
+def test_an_invalid_argument_is_rejected_when_scan_is_called(
+    client: WaltzClient, arguments, message
+):
     fill(client, 0, 3)
     with pytest.raises(errors.BadRequest, match=message):
         client.scan(0, **arguments)
@@ -250,7 +252,7 @@ def test_a_scan_begins_at_the_first_available_transaction():
             scan_ranges_of(sources, start, stop)
 
 
-def test_a_payload_that_cannot_be_decrypted_is_null_with_its_reason(client: WaltzClient):
+def test_an_undecryptable_payload_is_null_and_column_data_error_has_the_reason(client: WaltzClient):
     fill(client, 0, 3)
 
     def decrypt(data: bytes, *, header: int) -> DecryptedPayload:

@@ -72,7 +72,7 @@ def test_a_server_that_was_not_silent_is_not_reported(scenario):
     assert scenario.at(100, scenario.silent_servers.on_wait_ended, SERVER, 1, "closed") == []
 
 
-def test_a_server_is_silent_only_while_all_its_connections_are(scenario):
+def test_a_server_is_silent_only_while_all_its_connections_are_silent(scenario):
     silent_servers = scenario.silent_servers
     assert scenario.at(101, silent_servers.on_silence_detected, SERVER, 1, since_s=100)
     assert scenario.at(102, silent_servers.on_silence_detected, SERVER, 2, since_s=101) == []

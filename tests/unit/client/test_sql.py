@@ -446,7 +446,9 @@ def test_a_commit_of_unknown_outcome_is_not_applied_again(
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (12, 11)
 
 
-def test_transactions_of_another_instance_are_left_out_of_a_batch(engine: sa.Engine) -> None:
+def test_transactions_that_another_instance_has_applied_are_left_out_of_a_batch(
+    engine: sa.Engine,
+) -> None:
     one, other = BatchTotalView(engine), BatchTotalView(engine)
     for each in (one, other):
         each.client_high_water_mark(0)

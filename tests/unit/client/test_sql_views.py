@@ -98,7 +98,7 @@ def fill(client: Any, headers: Sequence[int]) -> None:
     assert [future.result(TEST_TIMEOUT_S) for future in futures] == list(range(len(headers)))
 
 
-def test_a_view_that_is_behind_is_applied_in_batches(
+def test_a_view_that_lags_applies_transactions_in_batches(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)
@@ -135,7 +135,7 @@ def test_a_skipped_transaction_does_not_skip_others(
     assert view.ids == [number for number in range(150) if number not in view.poison]
 
 
-def test_a_filtered_view_has_its_transactions_and_the_mark_of_the_log(
+def test_a_filtered_view_applies_matching_transactions_and_reaches_the_mark_of_the_log(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)

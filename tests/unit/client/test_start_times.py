@@ -9,7 +9,7 @@ from waltz_core.client.read.start_times import async_last_id_before_time, last_i
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 51))
-def test_the_first_transaction_since_a_time_is_found_in_few_steps(stamps, since_ms):
+def test_the_first_transaction_at_or_after_a_time_is_found_in_few_steps(stamps, since_ms):
     stamps.sort()
     requests = []
     first = last_id_before_time(
@@ -35,7 +35,9 @@ def test_records_without_a_stamp_are_not_skipped(written, since_ms):
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(2, 5001))
-def test_a_start_by_time_is_exact_after_records_of_0_13(unstamped, stamped, since_ms):
+def test_a_start_time_is_exact_in_a_log_that_begins_with_records_of_0_13(
+    unstamped, stamped, since_ms
+):
     stamps = [0] * unstamped + list(range(1, stamped + 1))
     first = last_id_before_time(stamps.__getitem__, len(stamps) - 1, since_ms)
     assert first == unstamped + min(stamped, since_ms - 1) - 1
@@ -48,7 +50,9 @@ def test_a_log_without_stamps_is_read_completely():
 
 
 @given(st.lists(st.integers(0, 50), max_size=100), st.integers(1, 51), st.integers(-1, 5))
-def test_the_asyncio_search_reads_the_same_transactions(stamps, since_ms, older):
+def test_the_asyncio_search_reads_the_same_transactions_as_the_blocking_search(
+    stamps, since_ms, older
+):
     stamps.sort()
     requests, awaited = [], []
     mark = len(stamps) - 1
