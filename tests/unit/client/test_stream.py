@@ -133,7 +133,7 @@ def in_doubt(rows: int = 2) -> Scenario:
     return scenario
 
 
-def test_rows_in_doubt_are_searched_between_the_two_marks():
+def test_rows_in_doubt_are_read_back_from_the_old_mark_to_the_mark_of_the_new_mount():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
     assert scenario.last_effects == []  # invariant 1: rows in doubt are not settled yet
@@ -167,7 +167,7 @@ def test_ordered_appends_do_not_overtake_resent_ones():
     ]  # the third is ignored
 
 
-def test_reading_back_continues_until_the_mark():
+def test_rows_in_doubt_are_read_back_in_several_requests_up_to_the_mark():
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     (request,) = scenario.sent_messages(m.RangeRequest)
@@ -221,7 +221,7 @@ def test_without_later_records_all_unanswered_appends_are_lost():
     assert scenario.stream.phase is Phase.READY
 
 
-def test_a_broken_link_does_not_change_the_range_of_the_read_back():
+def test_the_range_to_read_back_stays_the_same_if_the_next_link_breaks():
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     scenario.step(stream_events.LinkLost(2, "cut"))
@@ -307,7 +307,7 @@ def test_a_link_with_an_abandoned_append_is_not_mounted_again():
     assert scenario.step(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
 
 
-def test_broken_links_are_not_remembered():
+def test_the_list_of_links_to_avoid_contains_no_broken_links():
     """A client that runs for years has many broken links."""
     scenario = Scenario().mount_partition()
     for number in range(1, 9):
@@ -320,7 +320,7 @@ def test_broken_links_are_not_remembered():
     assert not scenario.stream._avoided_links
 
 
-def test_a_closed_link_is_not_listed_as_avoided():
+def test_a_stream_continues_after_the_loss_of_a_link_that_it_avoids():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
@@ -367,7 +367,7 @@ def overloaded_error(req_id, retry_after_ms):
     return m.ErrorResponse(req_id, code, True, "over a limit", retry_after_ms=retry_after_ms)
 
 
-def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_requests():
+def test_after_an_append_over_a_limit_the_next_mount_waits_for_the_servers_pause():
     scenario = Scenario().mount_partition()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
@@ -385,7 +385,7 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     assert [message.req_id for message in scenario.sent_messages(m.AppendRequest)] == [req(3)]
 
 
-def test_the_error_of_an_unsent_append_over_a_limit_names_the_pause():
+def test_the_error_for_an_unsent_append_states_the_remaining_pause():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     timeout_ms = scenario.stream._settings.request_timeout_ms
@@ -398,7 +398,7 @@ def test_the_error_of_an_unsent_append_over_a_limit_names_the_pause():
     assert "(over a limit); the transaction is not in the log" in str(error)
 
 
-def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
+def test_a_mount_over_a_limit_is_repeated_at_the_latest_after_the_request_timeout():
     scenario = Scenario()
     scenario.step(stream_events.MountPartition())
     (mount,) = scenario.open_link() and scenario.sent_messages(m.MountWriter)
@@ -429,7 +429,7 @@ def test_a_usage_error_is_returned_to_the_caller():
     assert scenario.stream.phase is Phase.READY
 
 
-def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
+def test_a_stream_that_lost_its_mount_awaits_all_answers_and_mounts_on_the_same_link():
     scenario = Scenario().mount_partition()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
@@ -457,7 +457,7 @@ def test_an_answer_that_does_not_fit_its_submission_leaves_it_in_doubt():
     assert scenario.receive(committed_result(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
 
 
-def test_a_later_owner_of_the_client_id_ends_the_stream():
+def test_a_later_connection_with_the_same_client_id_ends_the_stream():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.SendAppends(submission(2)))
@@ -508,7 +508,7 @@ def test_a_new_assignment_ends_a_pause():
     assert scenario.last_effects == [stream_events.OpenLink(4, ())]
 
 
-def test_a_newer_generation_is_followed_and_an_old_one_ignored():
+def test_a_stream_opens_a_new_link_only_for_a_newer_generation():
     scenario = Scenario().mount_partition()
     assert scenario.step(stream_events.GenerationChanged(0)) == []
     scenario.step(stream_events.SendAppends(submission(1)))
@@ -523,7 +523,7 @@ def test_an_unanswered_mount_times_out():
     assert scenario.wake(SETTINGS.mount_timeout_ms) == [stream_events.OpenLink(2, ())]
 
 
-def test_at_its_deadline_an_append_has_an_unknown_outcome_or_was_not_sent():
+def test_the_outcome_of_a_timed_out_append_is_unknown_only_if_the_append_was_sent():
     scenario = Scenario().mount_partition(mark=6)
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))
@@ -535,7 +535,7 @@ def test_at_its_deadline_an_append_has_an_unknown_outcome_or_was_not_sent():
     assert "not in the log" in str(rejected[2])
 
 
-def test_outcomes_seen_in_the_feed_are_known_at_the_deadline():
+def test_an_unanswered_append_seen_in_the_feed_is_committed_at_its_timeout():
     scenario = Scenario()
     request = scenario.mount_with_feed(-1)
     scenario.step(stream_events.SendAppends(submission(1)))
@@ -559,7 +559,7 @@ def test_closing_distinguishes_sent_from_unsent_appends():
 # client IDs
 
 
-def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
+def test_a_client_id_is_replaced_before_its_sequence_numbers_run_out(monkeypatch):
     monkeypatch.setattr(partition_stream, "SEQUENCE_MAX", 10)
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=8)))
@@ -579,7 +579,7 @@ PROOF = bytes(range(16))
 DENIED = errors.ClientIdDenied("not yours")
 
 
-def test_a_stream_gets_its_id_before_its_first_link():
+def test_a_stream_gets_its_client_id_before_it_opens_its_first_link():
     stream = PartitionStream(None, PARTITION, SETTINGS, Random(1))
     stream.next_sequence = 40  # an earlier attempt has used these numbers
     stream.step(stream_events.MountPartition(), 0)
@@ -592,7 +592,7 @@ def test_a_stream_gets_its_id_before_its_first_link():
     assert stream.client_id == 8
 
 
-def test_a_denied_id_is_replaced_and_rows_in_doubt_are_unknown():
+def test_a_denied_client_id_is_replaced_and_rows_in_doubt_have_unknown_outcomes():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
     effects = scenario.reject(scenario.open_link(number=2).req_id, DENIED, link=2)
@@ -607,7 +607,7 @@ def test_a_denied_id_is_replaced_and_rows_in_doubt_are_unknown():
     assert [message.req_id for message in scenario.sent_messages()] == [req(1, 0, client_id=8)]
 
 
-def test_a_second_id_that_is_denied_ends_the_stream():
+def test_a_stream_ends_if_the_new_client_id_is_denied_too():
     scenario = Scenario()
     scenario.step(stream_events.MountPartition())
     scenario.reject(scenario.open_link().req_id, DENIED)
@@ -619,7 +619,7 @@ def test_a_second_id_that_is_denied_ends_the_stream():
     ] == [errors.ClientIdDenied]
 
 
-def test_an_id_may_be_denied_again_after_a_mount():
+def test_after_a_successful_mount_a_denied_client_id_is_replaced_again():
     """A token may be replaced more than once."""
     scenario = Scenario().mount_partition()
     for client_id in (8, 9):
@@ -646,7 +646,7 @@ def own_headers_answer(range_request, *rows, next_id, mark=12):
     return m.RangeData(range_request.req_id, *fields)
 
 
-def test_rows_in_doubt_are_searched_in_own_headers_if_the_server_supports_them():
+def test_a_client_reads_back_only_its_own_headers_if_the_server_supports_it():
     scenario = in_doubt()
     mount = scenario.open_link(number=2, generation=1, supports_own_ranges=True)
     (request,) = [
@@ -680,7 +680,7 @@ def test_rows_in_doubt_are_searched_in_own_headers_if_the_server_supports_them()
         lambda data: replace(data, records=headers(9, req(1), req(2))),
     ],
 )
-def test_own_headers_that_do_not_match_the_request_settle_no_row(corrupt):
+def test_an_answer_with_own_headers_that_does_not_match_the_request_settles_no_row(corrupt):
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2, supports_own_ranges=True), 11, link=2)
     (request,) = scenario.sent_messages(m.RangeRequest)
@@ -766,7 +766,7 @@ def test_ending_a_feed_that_never_started_has_no_effect():
     assert scenario.stream.phase is Phase.READY
 
 
-def test_the_feed_from_the_end_of_the_log_begins_at_the_mount():
+def test_a_feed_from_the_end_of_the_log_begins_at_the_mark_of_the_first_mount():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(None))
     scenario.answer_mount(scenario.open_link(), 9)
@@ -819,7 +819,7 @@ def test_the_stream_sends_no_feed_request_before_its_mount_is_answered():
     assert scenario.sent_messages(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
 
 
-def test_a_feed_that_lags_far_is_fetched_and_then_resumed():
+def test_a_feed_that_lags_far_is_resumed_after_its_records_were_fetched():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(-1))
     effects = scenario.answer_mount(scenario.open_link(), 500)

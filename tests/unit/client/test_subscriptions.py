@@ -122,7 +122,7 @@ async def test_a_feed_from_latest_starts_at_the_mark_of_the_log():
 
 
 @run_on_virtual_loop
-async def test_slow_callbacks_do_not_delay_the_report_of_applied_transactions():
+async def test_a_transaction_counts_as_applied_while_the_next_callback_blocks():
     second_began = asyncio.Event()
 
     class SlowCallbacks(ResumingCallbacks):
@@ -163,7 +163,7 @@ async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
 
 
 @run_on_virtual_loop
-async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
+async def test_a_feed_that_a_failing_transaction_has_stopped_can_be_started_again():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = ResumingCallbacks()
         callbacks.poison.add((0, 2))
@@ -342,7 +342,7 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
 
 
 @run_on_virtual_loop
-async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits():
+async def test_a_context_is_computed_again_after_a_conflict_with_a_filtered_out_transaction():
     async with two_clients() as (_, first_client, second_client):
         callbacks = DataCallbacks()
         await second_client.subscribe(callbacks, [0], headers=[99])
@@ -388,7 +388,7 @@ class WithdrawContext(TransactionContext):
 
 
 @run_on_virtual_loop
-async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applied():
+async def test_after_a_partition_was_unsubscribed_appends_use_only_the_applied_mark():
     """After a partition was unsubscribed, it gets a new context, and an append without a mark."""
     account = [lock("account")]
     async with two_clients() as (_, first_client, second_client):
@@ -442,7 +442,7 @@ async def test_a_deadline_ends_attempts_that_never_wait():
 
 
 @run_on_virtual_loop
-async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
+async def test_exception_cancelled_error_in_a_callback_is_handled_by_its_error_policy():
     class CancellingCallbacks(ResumingCallbacks):
         async def apply_transaction(self, transaction):
             raise asyncio.CancelledError
@@ -459,7 +459,7 @@ async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
 
 
 @run_on_virtual_loop
-async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it():
+async def test_a_cancelled_close_continues_and_the_next_call_of_close_waits_for_its_end():
     async with memory_cluster() as cluster:
         client = cluster.client()
         await client.open()
@@ -520,7 +520,7 @@ class HookRecordingContext(WithdrawContext):
 
 
 @run_on_virtual_loop
-async def test_a_cancelled_error_of_a_context_is_its_outcome():
+async def test_exception_cancelled_error_in_a_context_is_the_outcome_of_the_context():
     """The caller was not cancelled, and the client is not closed."""
     async with two_clients() as (_, one, two):
 
@@ -544,7 +544,7 @@ async def test_a_cancelled_error_of_a_context_is_its_outcome():
 
 
 @run_on_virtual_loop
-async def test_cancelling_a_submit_raises_a_cancelled_error():
+async def test_cancelling_a_call_of_submit_raises_exception_cancelled_error():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
             one.submit(HookRecordingContext(asyncio.Event().wait))
@@ -590,7 +590,7 @@ async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
 
 
 @run_on_virtual_loop
-async def test_a_deadline_ends_a_context_that_waits_for_its_window():
+async def test_a_deadline_ends_a_context_that_waits_for_the_limit_of_appends_in_flight():
     async with two_clients() as (_, one, _two):
         await (await one.append(b"", partition=0))
         window = one._partitions[0].window
@@ -644,7 +644,7 @@ class SlowMarkCallbacks(ResumingCallbacks):
 
 
 @run_on_virtual_loop
-async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied():
+async def test_a_feed_that_is_paused_while_it_starts_applies_no_transactions():
     async with (
         memory_cluster(partition_count=2) as cluster,
         cluster.client().open_during() as client,
@@ -665,7 +665,7 @@ async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied()
 
 
 @run_on_virtual_loop
-async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once():
+async def test_a_feed_that_is_resumed_while_it_starts_applies_each_transaction_once():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 3)
         callbacks = SlowMarkCallbacks()
@@ -685,7 +685,7 @@ async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once
 
 @pytest.mark.parametrize("is_context", [True, False])
 @run_on_virtual_loop
-async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
+async def test_an_append_or_context_waits_until_the_callbacks_have_returned_their_mark(is_context):
     async with two_clients() as (_, client, other):
         locks = [lock("counter")]
         await (await other.append(b"\x01", partition=0, header=3, write_locks=locks))

@@ -90,7 +90,7 @@ def wait_until(condition) -> None:
         time.sleep(0.005)
 
 
-def test_the_timeout_of_an_outcome_names_the_cause_of_the_delay():
+def test_the_error_for_a_timed_out_wait_for_an_outcome_names_the_cause():
     outcome = ThreadOutcome(lambda: "partition 0: the client is not connected yet")
     with pytest.raises(
         TimeoutError, match="no outcome within 0 s: partition 0: the client is not connected yet"
@@ -105,7 +105,7 @@ def test_the_timeout_of_an_outcome_names_the_cause_of_the_delay():
         assert appended.result() == 0
 
 
-def test_a_closed_client_cannot_be_entered():
+def test_a_closed_client_cannot_be_used_in_a_with_statement():
     client = WaltzClient.at(LAYOUT)
     client.close()
     with pytest.raises(errors.UsageError, match="the client is closed"):
@@ -130,7 +130,7 @@ def test_tasks_started_during_the_shutdown_are_cancelled():
     assert [task.cancelled() for task in late_tasks] == [True]
 
 
-def test_slow_callbacks_do_not_delay_the_report_of_applied_transactions():
+def test_a_transaction_counts_as_applied_while_the_next_callback_blocks():
     """The second transaction blocks; the error of a context reports the first one as applied."""
     second_began, may_continue = threading.Event(), threading.Event()
 
@@ -412,7 +412,7 @@ def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
                 future.result(TEST_TIMEOUT_S)
 
 
-def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
+def test_a_fetch_after_the_end_of_the_event_loop_reports_a_closed_client(monkeypatch):
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # as if the loop had ended just now
@@ -445,14 +445,14 @@ class CancelledContext(CopyContext):
         raise CancelledError
 
 
-def test_a_cancelled_future_in_a_context_is_the_error_of_the_context():
+def test_exception_cancelled_error_in_a_context_is_the_error_of_the_context():
     with MemoryWaltz(1) as log, log.client() as client:
         future = client.submit(CancelledContext(0))
         with pytest.raises(RuntimeError, match="CancelledError"):
             future.result(TEST_TIMEOUT_S)
 
 
-def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
+def test_exception_cancelled_error_in_the_error_policy_stops_the_feed():
     def apply(_transaction):
         raise CancelledError
 
@@ -465,7 +465,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
 
 
 @pytest.mark.parametrize("is_closed_by", ["thread", "callback"])
-def test_each_close_waits_for_callbacks(is_closed_by):
+def test_every_call_of_close_waits_for_running_callbacks(is_closed_by):
     """A callback or another thread may already be closing the client.
 
     A new client in the same process must not apply while a callback of this one still applies.

@@ -32,7 +32,7 @@ def test_invalid_bytes_are_rejected(data):
         decode_applied_revision(data)
 
 
-def test_a_server_and_a_storage_have_different_names():
+def test_the_names_of_server_nodes_and_storage_nodes_have_different_prefixes():
     assert server_node_name(17) == "server-17"
     assert storage_node_name("[::1]:15280") == "storage-[::1]:15280"
 

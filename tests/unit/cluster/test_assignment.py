@@ -194,7 +194,7 @@ def check_invariants(old, new, servers, partition_count, *, even):
             assert not lost or len(kept) == len(owned)
 
 
-def test_an_assignment_is_current_for_exactly_its_servers_and_partitions():
+def test_an_assignment_is_outdated_if_the_servers_or_the_partition_count_changed():
     servers = live_servers(1, 2)
     assignment = PartitionAssignment(7, 2, {1: {0: 1}, 2: {1: 1}})
     assert is_assignment_current(assignment, servers, cversion=7, partition_count=2)

@@ -72,7 +72,7 @@ def test_long_texts_are_cut():
 
 
 @run_in_cluster
-async def test_a_change_is_recorded_before_and_after(coordinator):
+async def test_a_change_is_recorded_when_it_begins_and_when_it_ends(coordinator):
     assert await coordinator.audit.read() == []
     first = await coordinator.audit.begin(entry(1))
     second = await coordinator.audit.begin(entry(2))

@@ -171,7 +171,7 @@ def merge(first, second):
         (DONE_WRITE, OPEN_WRITE, (OPEN_WRITE, [0, 1])),
     ],
 )
-def test_a_write_is_done_in_a_backup_only_if_it_ended_before_the_marks_were_read(
+def test_a_backup_lists_a_write_as_done_only_if_it_ended_before_the_marks_were_read(
     first, second, expected
 ):
     assert merge(first, second) == expected
@@ -180,7 +180,7 @@ def test_a_write_is_done_in_a_backup_only_if_it_ended_before_the_marks_were_read
 # ---- the source clusters of a restored cluster
 
 
-def test_a_restored_cluster_continues_its_source_and_earlier_sources():
+def test_a_restored_cluster_includes_its_sources_only_up_to_the_restored_marks():
     first = NO_RESTORE_SOURCES.with_source("aa" * 16, {0: 9, 1: 4})
     second = first.with_source("bb" * 16, {0: 7, 1: 6})
     assert RestoreSources.from_bytes(second.to_bytes()) == second

@@ -131,7 +131,7 @@ async def test_a_node_of_an_earlier_session_is_not_trusted():
 
 @pytest.mark.parametrize("read_number", [1, 2, 3])
 @run_on_virtual_loop
-async def test_metadata_and_marker_are_read_as_a_pair(read_number):
+async def test_the_metadata_and_marker_of_a_partition_are_read_from_the_same_write(read_number):
     world, _, writer = await with_cluster()
     before = await writer.read_partition(0)
 

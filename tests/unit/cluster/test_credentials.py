@@ -54,7 +54,7 @@ MEMBER_FILE = f"digest:waltz:secret:1\nadministrators:digest:{ADMINISTRATOR}\n"
 ROWS = {each.path: each for each in (*ZNODES, ABOVE_ROOT_ZNODE, UNKNOWN_ZNODE)}
 
 
-def test_a_file_with_two_users_hides_the_passwords_and_states_the_role():
+def test_parsed_credentials_state_the_role_and_hide_the_passwords():
     administrator = parse_credentials(ADMINISTRATOR_FILE, "f")
     member = parse_credentials(MEMBER_FILE, "f")
     assert (administrator.is_member, member.is_member) == (False, True)
@@ -86,7 +86,7 @@ def test_both_users_create_nodes_with_the_same_permissions(text, path, members, 
 
 
 @pytest.mark.parametrize("text", [ADMINISTRATOR_FILE, MEMBER_FILE])
-def test_further_lines_name_administrators_or_grant_at_most_member_permissions(text):
+def test_further_lines_add_administrators_or_grant_at_most_the_permissions_of_members(text):
     lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW_CREDENTIAL}:cdrwa\n"
     credentials = parse_credentials(f"{text}{lines}", "f")
 

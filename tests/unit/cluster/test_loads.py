@@ -48,7 +48,7 @@ def test_a_change_of_load_is_measured_after_some_windows():
     assert measure_load([100] * 20 + [1_000] * 24).per_s == pytest.approx(984, abs=5)
 
 
-def test_the_load_of_a_returning_partition_is_measured_from_the_start():
+def test_the_load_of_a_returning_partition_excludes_samples_of_its_earlier_stay():
     meter = LoadMeter(WINDOW_MS)
     meter.update({0: 0.0}, 0)
     assert meter.update({0: 5_000.0}, 5_000) == {0: PartitionLoad(pytest.approx(1_000), 5_000)}

@@ -107,7 +107,7 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
 
 
 @run_in_cluster
-async def test_a_dead_server_is_removed_by_another(cluster):
+async def test_a_dead_server_is_removed_by_another_server(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
     # The reported process has changed or restarted, or no server has found it dead.
     await other.remove_dead_server(server_descriptor(1, preferred=[1]))
@@ -220,7 +220,7 @@ async def test_a_second_node_of_the_same_server_is_removed(cluster):
 
 
 @run_in_cluster
-async def test_each_settled_view_is_reported_once_and_unsettled_views_never(cluster):
+async def test_each_settled_view_is_reported_once_and_no_unsettled_view_is_reported(cluster):
     (first_server, _), (second_server, _), (observer, _) = (
         cluster.member(),
         cluster.member(),
@@ -339,7 +339,7 @@ async def test_the_error_names_a_damaged_descriptor(cluster):
 
 
 @run_in_cluster
-async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(cluster):
+async def test_a_restarted_server_removes_the_node_of_its_killed_process_when_it_registers(cluster):
     # Killed without closing its session: session and node exist until ZooKeeper ends them.
     dead, _ = cluster.member()
     other, _ = cluster.member()
@@ -509,7 +509,7 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_se
 
 
 @run_in_cluster
-async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
+async def test_a_change_of_preferences_waits_for_servers_that_may_register_again(cluster):
     async with (
         first_server_absent(cluster) as (first, two, views_of_two),
         asyncio.TaskGroup() as tasks,
@@ -541,7 +541,7 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
 
 
 @run_in_cluster
-async def test_a_preference_waits_no_longer_than_the_leader_does(cluster):
+async def test_a_change_of_preferences_stops_waiting_when_the_absent_server_is_found_dead(cluster):
     async with first_server_absent(cluster) as (_, two, views_of_two), asyncio.TaskGroup() as tasks:
         preference_task = tasks.create_task(
             two.change_preferences(server_descriptor(2, preferred=[3]))
@@ -574,7 +574,7 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
 
 
 @run_in_cluster
-async def test_a_server_owns_no_partition_until_a_witness_reaches_it(cluster):
+async def test_a_server_gets_no_partition_until_another_server_has_reached_it(cluster):
     """Rule 6."""
     (first_server, session), (second_server, _) = cluster.member(), cluster.member()
     reachability = PublishedReachability(ClusterNodes(session, ROOT))
