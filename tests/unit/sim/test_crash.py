@@ -73,7 +73,7 @@ def test_each_whole_sector_is_kept_or_lost_independently():
     assert lost[100] == lost[2 * SECTOR_BYTES] == ord("b")
 
 
-def test_a_file_may_have_grown_without_its_data():
+def test_a_crash_may_keep_the_new_size_of_a_file_and_lose_its_data():
     disk = new_recording_disk(b"a")
     disk.open(PATH).pwrite([b"b" * SECTOR_BYTES], SECTOR_BYTES)
     number = disk.file_id_of(PATH)
@@ -96,7 +96,7 @@ def test_a_sync_of_a_file_and_of_its_name_are_independent():
     assert files_after_crash(disk, KeepNone())[ROOT / "g"] == b"g"
 
 
-def test_a_rename_may_leave_both_names_or_none():
+def test_after_a_crash_a_renamed_file_may_have_both_names_or_none():
     disk = new_recording_disk(b"a")
     disk.rename(PATH, ROOT / "g")
     assert files_after_crash(disk, KeepOnly([DirectoryEntry(ROOT / "g")])) == {
@@ -157,7 +157,7 @@ def test_a_sync_can_be_omitted_or_delayed():
 
 
 @given(st.integers(0, 10_000))
-def test_after_a_crash_one_of_several_written_values_remains(seed):
+def test_after_a_crash_each_sector_has_only_one_of_the_written_values(seed):
     disk = new_recording_disk(b"")
     file = disk.open(PATH)
     for value in (b"1", b"2", b"3"):

@@ -41,7 +41,7 @@ def test_killing_the_process_loses_no_data(disk):
     assert disk.visible_content(PATH) == b"a" * 1000 + b"z" * 2000
 
 
-def test_a_long_write_may_leave_both_ends_without_the_middle():
+def test_a_crash_may_keep_both_ends_of_a_long_write_and_lose_its_middle():
     disk = SimDisk()
     disk.make_directory(Path("/d"))
     file = disk.open(Path("/d/f"), create=True)
@@ -96,7 +96,7 @@ def test_names_are_durable_only_after_a_sync_of_their_directory(disk):
     assert disk.list(ROOT) == ["newer"]
 
 
-def test_after_a_failed_sync_the_next_one_reports_a_false_success(disk):
+def test_a_sync_after_a_failed_sync_falsely_reports_success(disk):
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
     disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
@@ -108,7 +108,7 @@ def test_after_a_failed_sync_the_next_one_reports_a_false_success(disk):
     assert disk.visible_content(PATH)[:1] == b"a"
 
 
-def test_a_failed_write_keeps_its_first_half_in_whole_sectors(disk):
+def test_a_failed_write_keeps_its_first_half_up_to_a_sector_boundary(disk):
     disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"bbbb"], SECTOR_BYTES - 2)
@@ -119,7 +119,7 @@ def test_a_failed_write_keeps_its_first_half_in_whole_sectors(disk):
     assert disk.visible_content(PATH)[:4] == b"aaaa"
 
 
-def test_a_full_disk_accepts_appends_that_fit_and_reads_continue():
+def test_a_full_disk_still_serves_reads_and_accepts_writes_that_fit():
     disk = SimDisk(capacity_bytes=10)
     file = disk.open(PATH, create=True)
     file.pwrite([b"12345678"], 0)
@@ -166,7 +166,7 @@ def test_corruption_on_the_disk_is_not_counted_as_a_step(disk):
     assert disk.step_count == steps
 
 
-def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
+def test_a_planned_failure_of_a_call_or_read_occurs_once_and_notifies_the_test(disk):
     failed_calls = []
     disk.plan_fault_at_call(
         {"rename", "sync"}, DiskFault.IO_ERROR, lambda: failed_calls.append("call")
@@ -185,7 +185,7 @@ def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     file.sync()
 
 
-def test_a_disk_with_false_syncs_loses_all_data(disk):
+def test_a_disk_with_false_syncs_loses_synced_data_at_a_power_loss(disk):
     disk.is_lying = True
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
@@ -249,7 +249,7 @@ def test_unreadable_sectors_are_readable_after_a_complete_rewrite():
     ("offset", "size", "written"),
     [(700, 1, 0), (500, 100, 12), (512, 511, 0), (513, 511, 0), (400, 1_000, 624), (1_100, 100, 0)],
 )
-def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, written):
+def test_an_unreadable_sector_cannot_be_written_in_part(offset, size, written):
     disk, path, file = with_unreadable_sectors(bytes(2_000), 600, 1_100)
     with pytest.raises(DiskFailed, match="write /d/f"):
         file.pwrite([b"x" * size], offset)
@@ -258,7 +258,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
     )
 
 
-def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
+def test_released_or_truncated_unreadable_sectors_read_as_zeros():
     disk, path, file = with_unreadable_sectors(b"a" * 2_000, 512, 1_999)
     file.discard_unreadable(600, 1_000)  # complete sectors between them are not zeroed
     assert file.pread(512, 512) == bytes(512)

@@ -19,7 +19,7 @@ def test_unsynced_data_is_never_dropped():
     assert inode.visible[3:5] == b"bb"
 
 
-def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
+def test_a_drop_after_a_failed_sync_shows_old_bytes_and_zeros_past_the_old_end():
     inode = synced_inode(b"a" * 10)
     inode.visible[:] = b"b" * 700
     inode.dirty_sectors.clear()
@@ -33,7 +33,7 @@ def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
     offset=st.integers(0, 1_500),
     size=st.integers(0, 3_000),
 )
-def test_a_drop_shows_the_synced_bytes_of_exactly_the_dropped_sectors(old, new, offset, size):
+def test_only_dropped_sectors_show_their_synced_bytes(old, new, offset, size):
     inode = Inode(bytearray(new), bytearray(old))
     inode.drop_cached(offset, size)
     assert len(inode.visible) == len(new)

@@ -39,7 +39,7 @@ def feed(log: Log, begin: int = -1, **options: str) -> list[tuple]:
     return rows_of(reader(log, begin, log.mark, **options).rows())
 
 
-def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
+def test_the_change_feed_has_the_kind_of_each_change_and_the_row_before_it() -> None:
     log = Log(
         [
             transaction_with(id=1, op="I", amount=10),
@@ -159,7 +159,9 @@ def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
     assert feed_rows[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
 
 
-def test_a_large_previous_row_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_ends_when_the_payloads_of_previous_rows_exceed_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(change_feed, "PREVIOUS_BYTES_MAX", 20)
     log = Log([transaction_with(id=n % 5, op="U", amount=n) for n in range(20)])
     batches = list(reader(log, 4, 19).rows())
@@ -344,7 +346,7 @@ def test_rules_must_match_the_schema(
         source.streamReader(schema).initialOffset()
 
 
-def test_the_kind_of_a_change_is_a_column_of_the_log() -> None:
+def test_only_a_change_feed_reserves_column_change_type() -> None:
     other = StructType().add("id", "long").add("_change_type", "long")
     with pytest.raises(BadRequest, match="column '_change_type' of the log: expected type string"):
         WaltzDataSource(OPTIONS | {"deleteWhere": ""}).reader(other)

@@ -164,7 +164,7 @@ def test_option_partition_by_hashes_like_the_client() -> None:
     assert row_converter(options).convert(batch).partitions.tolist() == expected
 
 
-def test_an_invalid_utf8_string_has_a_hash_and_cannot_be_packed() -> None:
+def test_an_invalid_utf8_string_can_choose_a_partition_but_cannot_be_packed() -> None:
     raw = pa.array([b"x", b"\xff"]).view(pa.string())
     batch = pa.record_batch({"data": pa.array([b"x"] * 2), "key": raw})
     chosen = row_converter(replace(PLAIN, partition_by="key")).convert(batch).partitions.tolist()
@@ -180,7 +180,7 @@ def test_an_invalid_utf8_string_has_a_hash_and_cannot_be_packed() -> None:
                 row_converter(options).convert(pa.record_batch({kind: column}))
 
 
-def test_a_given_partition_is_used_and_a_null_is_replaced() -> None:
+def test_only_nulls_in_the_partition_column_are_replaced() -> None:
     batch = pa.record_batch(
         {"data": pa.array([b"x"] * 3), "partition": pa.array([3, None, 3], pa.int32())}
     )

@@ -62,7 +62,7 @@ def test_callers_of_one_cluster_wait_and_share_the_client() -> None:
     assert Client.connected == ["dead:2181/x"]
 
 
-def test_garbage_collection_is_frozen_once_for_each_kind_of_work(
+def test_gc_freeze_is_called_once_for_each_kind_of_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []

@@ -107,7 +107,7 @@ def test_ids_before_the_start_of_a_read_are_not_requested() -> None:
     assert start_of(None, **ids) == start_of(0, **ids) == -1
 
 
-def test_without_expiry_a_start_time_before_the_log_selects_its_beginning() -> None:
+def test_a_start_time_before_an_unexpired_log_selects_the_beginning_of_the_log() -> None:
     log = SimpleNamespace(
         read_range=lambda _, first, *__, **___: [SimpleNamespace(stamps=[(first, first, 77_000)])]
     )
@@ -141,7 +141,7 @@ def test_a_stream_continues_at_the_first_available_id_and_reports_it(
     assert spans == [(0, FIRST, 10), (1, 0, 10)]
 
 
-def test_an_expired_micro_batch_reads_no_rows(cluster: Cluster) -> None:
+def test_a_micro_batch_of_expired_transactions_reads_no_rows(cluster: Cluster) -> None:
     reader = reader_of(pollInterval="0", failOnDataLoss="false")
     start = reader.initialOffset()
     end = reader.latestOffset(start, ReadMaxRows(4))
@@ -162,7 +162,7 @@ def scan_ranges_of(**options: str) -> list[tuple[int, int, int]]:
     return [(task.partition, task.first, task.last) for task in tasks if isinstance(task, ReadTask)]
 
 
-def test_a_batch_reads_what_is_available(batch: Cluster) -> None:
+def test_a_batch_read_is_limited_to_the_available_transactions(batch: Cluster) -> None:
     ends = {"endingHighWaterMarks": '{"0": 3, "1": 3}'}
     assert scan_ranges_of() == [(0, FIRST, 10), (1, 0, 10)]
     given = {"startingHighWaterMarks": '{"0": 1, "1": 1}', "failOnDataLoss": "false"}
@@ -175,7 +175,7 @@ def test_a_batch_reads_what_is_available(batch: Cluster) -> None:
 @pytest.mark.parametrize(
     ("end", "is_lost"), [(-1, False), (0, True), (FIRST - 1, True), (FIRST, False)]
 )
-def test_a_batch_that_ends_before_the_first_available_id_fails(
+def test_a_batch_read_that_ends_before_the_first_available_id_fails(
     end: int, is_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = {"endingHighWaterMarks": json.dumps({"0": end, "1": 3})}

@@ -27,7 +27,9 @@ def plan(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tuple[
     ]
 
 
-def test_a_task_has_the_whole_log_of_a_partition_with_new_transactions(cluster: Cluster) -> None:
+def test_one_task_reads_the_whole_log_of_each_partition_with_new_transactions(
+    cluster: Cluster,
+) -> None:
     cluster.set_cluster(1, 5_000_000, 10, 7)
     assert plan(cluster, {0: 3_999_999, 1: -1, 2: 7}) == [
         (0, 0, 3_999_999, 5_000_000),

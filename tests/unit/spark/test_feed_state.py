@@ -77,7 +77,9 @@ def test_a_micro_batch_repeated_with_another_end_is_read_from_its_start(file: Pa
         assert stored_marks(file) == (end, 9)
 
 
-def test_a_state_at_a_later_mark_returns_to_an_earlier_one_and_catches_up(file: Path) -> None:
+def test_a_state_at_a_later_mark_is_rolled_back_to_its_previous_mark_and_catches_up(
+    file: Path,
+) -> None:
     micro_batch(file, 9, 19)
     assert micro_batch(file, 14, 16) == [(10, 14), (15, 16)]
 

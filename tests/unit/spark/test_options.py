@@ -103,7 +103,7 @@ def test_documented_options_are_accepted_case_insensitively() -> None:
     check_names({option.name.upper(): "x" for option in OPTIONS})
 
 
-def test_the_error_for_a_missing_cluster_lists_all_three_ways(
+def test_the_error_for_a_missing_cluster_lists_the_three_ways_to_name_a_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)

@@ -162,7 +162,9 @@ def read_options(directory: Path, **options: str) -> ReadOptions:
     return parse_read({**CONNECT, "encryptionKeys": str(directory), **options})
 
 
-def test_an_undecrypted_payload_without_a_format_is_null_with_a_reason(directory: Path) -> None:
+def test_without_a_format_an_undecrypted_payload_is_null_and_data_error_has_the_reason(
+    directory: Path,
+) -> None:
     payloads = [encrypt_value(directory, b"1"), encrypt_value(directory, b"2", "b"), b"plain"]
     destroy(directory, "b")
     schema = ddl_schema("data_error string, transaction_id bigint, data binary")

@@ -328,7 +328,7 @@ def test_rows_of_old_and_new_schemas_are_read_with_the_reader_schema(registry):
     ]
 
 
-def test_the_mode_decides_about_payloads_that_cannot_be_read(registry):
+def test_the_mode_determines_the_result_for_payloads_that_cannot_be_read(registry):
     _, append = resolve_and_convert(options_for(registry, **SUBJECT), ROWS)
     good = append.column("data").to_pylist()
     unknown = b"\0\0\0\0\x63" + good[0][5:]
@@ -346,7 +346,7 @@ def test_the_mode_decides_about_payloads_that_cannot_be_read(registry):
 
 
 @pytest.mark.parametrize("mode", ["FAILFAST", "PERMISSIVE", "DROPMALFORMED"])
-def test_an_outage_fails_the_read_in_every_mode(registry, mode):
+def test_an_unavailable_schema_registry_fails_the_read_in_every_mode(registry, mode):
     _, append = resolve_and_convert(options_for(registry, **SUBJECT), ROWS)
     registry.fault = (503, b"")
     with pytest.raises(Unavailable, match=r"schema registry at .* status 503"):

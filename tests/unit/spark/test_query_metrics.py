@@ -189,7 +189,7 @@ def fail(*_: object) -> int:
 
 
 @pytest.mark.parametrize("stamp_ms_of", [no_stamp, fail])
-def test_an_unknown_age_is_nan(
+def test_the_lag_in_seconds_is_nan_if_the_age_of_a_transaction_is_unknown(
     client: WaltzClient,
     listener: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -205,7 +205,7 @@ def test_an_unknown_age_is_nan(
     assert lag("transactions", "balances", 0) == 1
 
 
-def test_without_the_log_only_the_row_metrics_are_exported(
+def test_only_the_row_metrics_are_exported_while_the_log_is_unavailable(
     client: WaltzClient, listener: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = Query(listener, "balances")

@@ -38,7 +38,7 @@ def test_a_result_file_name_identifies_its_write(write: str) -> None:
         "_SUCCESS",
     ],
 )
-def test_results_of_other_writes_are_unchanged(name: str) -> None:
+def test_files_of_other_writes_are_not_result_files_of_this_write(name: str) -> None:
     assert not is_result_file_of(name, "1")
 
 

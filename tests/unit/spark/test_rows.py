@@ -74,7 +74,7 @@ def test_timestamps_before_standard_time_keep_their_seconds(data_format: str, zo
     assert Unpacker(fields, data_format).columns(payloads, str) == [moments, nested]
 
 
-def test_a_value_of_another_type_names_its_row_and_column() -> None:
+def test_the_error_for_a_value_of_another_type_names_its_row_and_column() -> None:
     payloads = pack_rows([pa.array(["1", "x"])], ["a"], "msgpack")
     with pytest.raises(BadFormat, match="transaction 0, column 'a': expected int32, found '1'"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, describe_row)

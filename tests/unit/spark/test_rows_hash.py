@@ -139,7 +139,7 @@ def test_rows_are_hashed_by_their_identity_columns_if_there_are_any() -> None:
     )
 
 
-def test_equal_rows_and_missing_hashes_are_accepted() -> None:
+def test_the_check_accepts_equal_rows_and_summaries_without_hashes() -> None:
     rows = RowsHash(2, 77)
     rows.check_equal("daily", {"committed": 2, **rows.as_fields()}, hint="")
     rows.check_equal("daily", {"committed": 9}, hint="")

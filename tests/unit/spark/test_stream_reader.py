@@ -95,7 +95,7 @@ def test_a_restarted_query_does_not_read_another_longer_log(
     assert reader_of().latestOffset(again, LIMIT) == offset(2, 50, 50)
 
 
-def test_a_checkpoint_of_a_cluster_continues_in_a_cluster_restored_from_it(
+def test_a_query_continues_from_its_checkpoint_in_a_restored_cluster(
     cluster: Cluster,
 ) -> None:
     start = reader_of().initialOffset()

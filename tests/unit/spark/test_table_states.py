@@ -46,7 +46,7 @@ def test_a_table_name_is_split_into_its_parts(text: str, parts: list[str]):
     assert split_table_name(text) == parts
 
 
-def test_a_table_name_that_sql_does_not_accept_is_named_in_the_error():
+def test_the_error_names_a_table_name_that_sql_does_not_accept():
     """Spark without Delta also rejects the statement, with another error."""
     with pytest.raises(BadConfig, match=r"or the name of a table, found 'a b'. Hint: .* backticks"):
         merged_table.MergedDeltaTable(None, "a b", ID, ["id"])

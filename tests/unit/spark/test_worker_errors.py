@@ -126,7 +126,7 @@ def test_the_waltz_error_at_the_end_of_a_text_is_used(text: str) -> None:
         "During handling of the above exception, another exception occurred:",
     ],
 )
-def test_a_later_error_takes_precedence(between: str) -> None:
+def test_trailing_error_ignores_a_waltz_error_that_another_error_follows(between: str) -> None:
     text = f"{WORKER}{WALTZ}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
     assert trailing_error(text) is None
     assert type(error_of(RuntimeError(text))) is errors.LockFailed  # contains a Waltz error

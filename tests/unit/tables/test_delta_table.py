@@ -83,7 +83,7 @@ def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDel
     assert DeltaTable(path).version() == 2
 
 
-def test_a_delta_commit_has_the_marks_as_user_metadata_like_a_commit_of_spark(
+def test_a_delta_commit_stores_the_marks_in_the_same_fields_as_a_spark_commit(
     path: Path, table: FollowedDeltaTable
 ):
     commits = sorted((path / "_delta_log").glob("*.json"))
@@ -229,7 +229,7 @@ def test_a_commit_between_the_two_newest_follower_commits_is_found(
     assert state.other_commits == [expected]
 
 
-def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
+def test_a_maintenance_commit_with_copied_marks_is_not_a_follower_commit(
     path: Path, table: FollowedDeltaTable
 ):
     """Auto compaction of Spark copies the commit metadata of the session."""

@@ -58,7 +58,7 @@ def until_now(log: LogInMemory) -> dict[int, int]:
     return dict(log.state().marks)
 
 
-def test_a_new_table_is_created_with_its_start_and_gets_one_version_for_each_batch():
+def test_a_new_table_has_a_version_with_its_start_and_a_version_for_each_batch():
     log = LogInMemory([("a", 1), ("b", 2), ("a", None)], [("c", 3)])
     table = StoredVersions()
     steps: list[tuple[int, int]] = []
@@ -289,7 +289,7 @@ def test_a_conflict_with_maintenance_repeats_the_batch():
     assert table[-1].rows == {"a": 1}
 
 
-def test_a_conflict_with_each_commit_is_an_error():
+def test_a_follower_fails_after_too_many_consecutive_conflicts():
     log, table = LogInMemory([("a", 1)]), StoredVersions()
     follower(log, table).run({0: -1})
 
@@ -513,7 +513,7 @@ def test_a_table_that_is_removed_is_not_created_again():
         follower(log, OpenTable(table, remove)).run({0: 0})
 
 
-def test_a_batch_has_at_least_one_transaction():
+def test_a_limit_of_zero_transactions_in_a_batch_is_rejected():
     with pytest.raises(BadConfig, match="batch_transactions: expected 1 or more, found 0"):
         follower(LogInMemory([]), StoredVersions(), count_max=0)
 

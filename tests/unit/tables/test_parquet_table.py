@@ -228,7 +228,7 @@ def test_a_second_follower_does_not_repeat_batches(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_start_only", [True, False])
-def test_a_second_follower_may_start_before_any_call_of_the_store(
+def test_a_second_follower_that_starts_at_any_time_leaves_the_table_correct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_start_only: bool
 ):
     turns = count()
@@ -293,7 +293,9 @@ def test_the_rename_of_a_directory_decides_between_two_followers(
     assert decode_marks(first.marks(START).metadata).marks == {0: 3}
 
 
-def test_a_second_follower_needs_starting_marks_and_the_first_one_sees_its_commits(tmp_path: Path):
+def test_a_second_follower_needs_starting_marks_and_the_first_follower_sees_its_commits(
+    tmp_path: Path,
+):
     uri = str(tmp_path)
     follow(uri, LOG[:3])
     other = START._replace(follower="g")
@@ -439,7 +441,7 @@ def test_denied_access_to_an_object_store_is_permanent(
     assert ("Hint: " in str(caught.value)) is (error is BadConfig)
 
 
-def test_the_creation_is_pending_until_the_first_changes(tmp_path: Path):
+def test_the_creation_of_a_table_is_pending_until_a_finish_succeeds(tmp_path: Path):
     table = open_table(str(tmp_path))
     table.create(START)
     assert table.marks(START).is_creation_pending

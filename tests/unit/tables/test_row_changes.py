@@ -98,7 +98,7 @@ def test_equivalent_rules_are_stored_in_the_same_form(text, shown):
 @pytest.mark.parametrize(
     "text", ["", "op =", "'D' = op", "a = b", "a = 1 AND b = 2", "NOT a", "a == 1", "a = 1e3", "1"]
 )
-def test_any_other_condition_is_rejected(text):
+def test_conditions_other_than_column_operator_literal_are_rejected(text):
     with pytest.raises(BadConfig, match=r"condition for deletes: expected .* Hint: "):
         parse_condition(text)
 
@@ -245,7 +245,9 @@ def rules_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Function], ChangeRu
 NAME = f"{__name__}:changed"
 
 
-def test_several_changes_of_a_transaction_are_applied_in_the_order_of_the_function(rules_with):
+def test_the_changes_of_a_transaction_are_applied_in_the_order_that_the_function_returns(
+    rules_with,
+):
     def function(rows: pa.Table) -> pa.Table:
         """Return a delete of the row and an insert, for each transaction."""
         duplicated = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
