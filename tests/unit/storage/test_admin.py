@@ -161,7 +161,7 @@ def test_a_request_for_several_partitions_stops_at_the_first_error():
     assert error_text(terminal.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
 
 
-def test_marks_and_held_partitions_are_reported():
+def test_a_storage_reports_its_partitions_and_the_marks_of_a_replica():
     held = (HeldPartition(0, INFO, 52, True), HeldPartition(3, INFO._replace(flags=4), -1, False))
     terminal = Terminal(FindHeldPartitions=held)
     assert terminal.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
@@ -334,7 +334,7 @@ def test_a_storage_and_a_replica_are_reported():
     assert "no control slot is valid" in error_text(refusal, errors.BadRequest)
 
 
-def test_a_copy_returns_only_records_below_the_confirmed_mark():
+def test_a_copy_returns_only_records_up_to_the_confirmed_mark():
     terminal = Terminal(ReadRange=lambda each: range_of(each.first, 11))
     copy = terminal.ask(wire.CopyRequest(1, 2, 30, 1 << 30))
     assert terminal.admin_tasks[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
@@ -383,7 +383,7 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     assert terminal.open == []
 
 
-def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
+def test_after_a_disconnect_a_request_ends_with_its_current_task():
     terminal = Terminal()
     terminal.post(wire.SetAvailable(1, (0, 1, 2), False))
     terminal.post(wire.MarkSuspect(2, 2, True))

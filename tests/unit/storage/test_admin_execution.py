@@ -50,7 +50,7 @@ def copy_of(owner, count=3, **changed):
     return Copy(1, 1, **(fields | changed))
 
 
-def test_held_replicas_and_their_states_are_reported(engine):
+def test_the_replicas_of_a_storage_and_their_states_are_reported(engine):
     assert held_partitions_of(engine) == ()
     absent = replica_status_of(engine, 1, is_served=False)
     assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
@@ -65,7 +65,7 @@ def test_held_replicas_and_their_states_are_reported(engine):
     assert (statuses.log.promised, statuses.log.chain) == (NO_SESSION, GENESIS_CHAIN)
 
 
-def test_the_disk_report_has_a_time(engine):
+def test_a_disk_status_has_the_time_and_the_free_space(engine):
     room = disk_status_of(engine, 1_234)
     assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
     assert room.free_bytes > 0
@@ -217,6 +217,6 @@ def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     assert log.slot.provisional is not None
 
 
-def test_each_admin_task_has_its_partition():
+def test_partition_of_finds_the_partition_in_each_admin_task():
     assert admin_execution.partition_of(admin_tasks.Assign(2)) == 2
     assert admin_execution.partition_of(admin_tasks.PutCopy(copy_of(OwnerSession(5, 1)))) == 1

@@ -146,7 +146,7 @@ def test_a_copy_does_not_read_the_archive(archived):
     assert isinstance(archived.error(message), BeforeLogStart)
 
 
-def test_positions_in_files_are_rejected(archived):
+def test_a_request_for_locations_of_removed_records_is_rejected(archived):
     fields = {"form": LOCATIONS, "whole_batches": False, "reader": True}
     assert isinstance(archived.error(range_of(archived.owner, 0, 9, **fields), 7), BeforeLogStart)
 
@@ -220,7 +220,7 @@ def test_an_object_store_failure_is_reported_once_for_all_reads(archived):
         assert len(found) == (1 if number == 0 else 0)
 
 
-def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
+def test_a_reader_gets_a_retryable_error_until_the_owner_announces_the_archived_mark(archived):
     later = archived.world.owned(7, connection=2)
     message = range_of(later, 0, 9, whole_batches=False, reader=True)
     error = archived.error(message, 7)
@@ -254,7 +254,7 @@ def test_an_archive_of_another_log_is_not_read(archived):
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
 
 
-def test_a_read_is_answered_after_the_end_of_the_session(archived):
+def test_an_archive_read_is_answered_even_after_the_end_of_its_session(archived):
     message = range_of(archived.owner, 0, 1, whole_batches=False, reader=True)
     archived.world.send(7, message)
     archived.world.finish()
@@ -298,7 +298,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     archived.cache.close()
 
 
-def test_reads_from_the_archive_are_limited_and_block_no_connection(archived):
+def test_waiting_archive_reads_are_limited_and_do_not_block_their_connection(archived):
     world, owner = archived.world, archived.owner
     messages = [
         range_of(owner, 0, 9, bytes_max=1 << 16, reader=True) for _ in range(QUERIES_MAX + 1)

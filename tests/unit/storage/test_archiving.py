@@ -172,7 +172,7 @@ def test_pieces_are_read_at_the_rate_and_a_pause_is_reported_as_progress(make, m
 
 
 @pytest.mark.parametrize("last", [5, 1 << 40])
-def test_a_range_ends_where_the_synced_log_does(make, last):
+def test_an_archived_range_ends_at_the_latest_at_the_end_of_the_synced_log(make, last):
     world = make()
     owner = fill_log(world)
     assert request(world, owner, range_to(owner, last)).end.last == 5
@@ -192,7 +192,7 @@ def test_a_range_below_the_minimum_size_and_age_is_not_archived(make):
     assert request(world, owner, range_to(owner, 6)).end.last == 6
 
 
-def test_the_archive_backlog_is_reported_over_all_segments(make):
+def test_the_archive_backlog_includes_all_segments(make):
     age_ms = 1 << 60
     world = make(archive=ArchiveLimits(1 << 20, age_ms), segment_bytes_max=600)
     owner = fill_log(world, batches=8)
@@ -228,7 +228,7 @@ def test_an_old_batch_of_any_size_is_archived(make):
         assert (request(world, owner, range_to(owner, 5)) is not None) == is_archived
 
 
-def test_a_range_with_a_wrong_chain_or_damaged_or_reconstructed_batches_is_an_error(
+def test_a_range_with_damage_a_wrong_chain_or_a_reconstructed_batch_is_not_archived(
     make, monkeypatch
 ):
     world = make()
@@ -265,7 +265,7 @@ def test_a_failed_upload_is_reported_and_does_not_block_the_next(make):
     assert request(world, owner, range_to(owner, 5, attempt=2)).attempt == 2
 
 
-def test_archive_requests_of_other_owners_or_without_an_archive_are_rejected(make):
+def test_archive_requests_are_rejected_from_other_owners_or_without_an_archive(make):
     world = make()
     owner = fill_log(world)
     assert isinstance(rejection(world, range_to(owner, 5), connection=2), SessionFenced)
@@ -316,7 +316,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("is_uploading", [False, True])
-def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
+def test_a_job_ends_with_its_session_but_the_next_job_waits_for_the_running_upload(
     make, ending, is_uploading
 ):
     world = make()
@@ -475,7 +475,7 @@ def test_the_owners_of_all_jobs_are_notified_of_progress_at_intervals(make):
     assert sorted(progress_of(world)[3:]) == [(1, 1), (2, 1)], "one job has ended"
 
 
-def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make):
+def test_a_hanging_upload_is_reported_once_and_the_other_jobs_run_after_it(make):
     world, job = three_jobs(make)
     began_ms = world.now_ms
     assert world.service.archive_running_since_ms == began_ms
@@ -568,7 +568,7 @@ def test_segments_within_the_retention_limits_are_not_removed(make, limits):
     assert removed_starts(world) == []
 
 
-def test_a_mark_with_another_chain_is_rejected(make):
+def test_an_archived_mark_with_another_chain_is_rejected(make):
     world, owner = world_with_segments(make, bytes_max=1)
     for last in (2, 15, 99):
         found = rejection(world, owner.make(SetArchived, last, NONCE, 0, 0, "m"))
@@ -602,7 +602,7 @@ def test_retention_is_checked_again_with_the_mark_of_a_later_session(make):
     assert len(removed_starts(world)) > len(before)
 
 
-def test_retention_starts_with_the_oldest_segment_of_the_largest_log(make):
+def test_retention_first_removes_the_oldest_segments_of_the_largest_log(make):
     world, owner = world_with_segments(make, bytes_max=2_400)
     log = world.engine.assign(1)
     world.step(service.PartitionOpened(log))

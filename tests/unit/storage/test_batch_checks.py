@@ -99,7 +99,7 @@ def test_damage_found_during_a_repair_is_repaired_separately(is_unreadable):
     assert all(30 < one.first == one.last < 43 for one in found)
 
 
-def test_the_batch_before_an_id_ends_directly_before_it():
+def test_the_batch_before_an_id_ends_directly_before_this_id():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3, 2], [4])
     assert entry_before(segments, 0) is None

@@ -153,7 +153,7 @@ def test_if_one_copy_is_damaged_the_other_copy_is_used():
         open_control(disk)
 
 
-def test_a_structure_at_the_position_of_another_is_rejected():
+def test_a_control_file_with_a_copy_or_an_entry_at_a_wrong_position_is_rejected():
     disk = new_disk()
     open_control(disk)
     content = disk.visible_content(PATH)
@@ -235,7 +235,7 @@ def test_slots_are_written_alternately_and_the_newest_is_used():
         assert not slots.has_lost_newer_slot
 
 
-def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
+def test_a_damaged_newer_slot_is_reported_and_the_older_slot_is_used():
     disk = new_disk()
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
@@ -278,7 +278,7 @@ def test_slots_of_another_partition_are_rejected():
         SlotFile.open(disk, ROOT, 1)
 
 
-def test_a_slot_that_could_not_be_written_is_ignored():
+def test_a_failed_slot_write_does_not_change_the_slot_in_use():
     disk = new_disk()
     slots = new_slots(disk, promised=3)
     for step in (1, 2):

@@ -198,7 +198,7 @@ def test_a_mark_of_0_13_is_not_reported_as_confirmed(world):
     assert world.log.confirmed_low_water_mark == 5
 
 
-def test_a_log_below_its_mark_reports_no_session(empty_world):
+def test_a_0_13_log_that_ends_below_its_mark_reports_no_session(empty_world):
     """0.13 sets its mark before it copies records: the end of such a log is unknown."""
     empty_world.run_0_13(3, 7, records(0, 5))
     assert empty_world.log.prepare(4, NONCE).last_session == NO_SESSION
@@ -209,7 +209,7 @@ def test_a_log_below_its_mark_reports_no_session(empty_world):
 # ---- covering
 
 
-def test_covered_records_can_get_other_batches(world):
+def test_an_owner_can_divide_covered_records_into_other_batches(world):
     assert cover(world) == (BEFORE_FIRST, GENESIS_CHAIN)
     assert (world.log.max_id, world.log.synced_max) == (BEFORE_FIRST, BEFORE_FIRST)
     first, second, third, fourth = other_batches(records(0, 12), (3, 4, 3, 2), 2)
@@ -334,7 +334,7 @@ def test_a_later_session_finds_all_records_with_batches(world):
 
 
 @pytest.mark.parametrize("added", [None, 2])
-def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
+def test_the_next_start_returns_covered_records_to_the_log(world, added):
     """Either this version starts after a clean stop, or 0.13 starts and appends records."""
     cover(world)
     if added is None:
@@ -371,7 +371,7 @@ def test_a_disk_failure_between_two_appends_loses_no_record(world):
     assert world.content() == all_records(9)
 
 
-def test_a_session_truncates_once_and_only_at_an_existing_batch(world):
+def test_a_session_may_truncate_only_once_and_only_at_a_batch_end(world):
     with pytest.raises(
         BadRequest,
         match=r"expected chain hash 0+ at transaction 3, found "

@@ -23,7 +23,7 @@ class Link:
         self._admitted.append(self.name)
 
 
-def test_early_connections_are_admitted_in_order_unless_closed():
+def test_open_connections_are_admitted_in_order_after_the_assignment_check():
     """A later connection of a server gets a higher number and supersedes the earlier one."""
     admitted = []
     daemon = StorageDaemon.__new__(StorageDaemon)

@@ -112,7 +112,7 @@ def test_an_error_without_a_byte_range_releases_no_block(
     assert file_with_unreadable_block.read_bytes() == b"a" * 100
 
 
-def test_a_block_that_is_read_at_the_second_attempt_is_kept(
+def test_a_block_is_kept_if_the_second_attempt_to_read_it_succeeds(
     unreadable_blocks, file_with_unreadable_block
 ):
     unreadable_blocks.is_once = True
@@ -329,7 +329,7 @@ def test_the_in_memory_disk_rejects_a_sync_of_a_best_effort_file():
         file.sync()
 
 
-def test_a_file_that_cannot_be_opened_again_is_a_failed_read_or_a_failed_write(tmp_path):
+def test_a_failure_to_open_a_file_again_is_reported_as_a_read_or_write_failure(tmp_path):
     disk = RealDisk(1)
     file = disk.open(tmp_path / "f", create=True)
     file.pwrite([b"some bytes"], 0)
@@ -511,7 +511,7 @@ def test_making_an_existing_directory_syncs_its_parent_if_readable(tmp_path, mon
     assert synced == []
 
 
-def test_the_last_file_is_named_only_after_the_others_are_durable():
+def test_the_last_file_gets_its_name_only_after_the_other_files_are_durable():
     disk = RecordingDisk()
     disk.make_directory(ROOT)
     create_durably(disk, ROOT, [("a", b"1"), ("b", b"2"), ("c", b"3")])
@@ -532,7 +532,7 @@ MIB = 1024 * 1024
 
 
 @pytest.mark.parametrize("can_do_it", [True, False])
-def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
+def test_a_real_file_releases_all_pages_but_the_newest_and_loses_no_data(
     tmp_path, monkeypatch, can_do_it
 ):
     hints = []

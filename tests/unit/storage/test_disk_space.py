@@ -155,7 +155,7 @@ def test_the_reserve_is_not_released_while_another_thread_fills_it():
     assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
 
 
-def test_a_call_without_space_is_repeated_with_the_reserve():
+def test_a_call_that_runs_out_of_space_is_repeated_with_the_reserve():
     _, space = new_space()
     calls = []
 

@@ -170,7 +170,7 @@ def test_a_header_is_rewritten_durably_without_changing_entries():
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0)])
-def test_an_entry_at_the_position_of_another_is_invalid(source, target):
+def test_an_entry_copied_to_another_position_is_invalid(source, target):
     disk = new_disk()
     lineage, _ = filled_lineage(disk)
     data = disk.visible_content(CHN)[entry_offset(source) :][:LINEAGE_ENTRY_BYTES]

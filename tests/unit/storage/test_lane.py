@@ -50,7 +50,7 @@ def test_reads_and_writes_alternate_and_appends_are_grouped():
     ]
 
 
-def test_a_scrub_piece_runs_first_and_once():
+def test_a_scrub_piece_runs_before_other_requests_and_only_once():
     one = lane(writes=[OWNER.make(Engage, 1)], reads=[a_read()], piece=ScrubPiece(7, 100))
     assert [kinds(one.take_next()) for _ in range(3)] == [
         [ScrubPiece(7, 100)],

@@ -257,7 +257,7 @@ def test_a_log_that_may_be_needed_is_not_reset(world):
     assert log.max_id == 47
 
 
-def test_an_older_slot_does_not_restore_removed_segments(world):
+def test_removed_segments_stay_removed_after_a_fallback_to_the_older_slot(world):
     remove_all(world)
     start = world.log.start
     world.log.abandon()

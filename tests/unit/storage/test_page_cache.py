@@ -65,7 +65,7 @@ def test_only_sequentially_written_pages_are_released():
 
 
 @given(st.lists(st.integers(1, 3 * FOLIO_BYTES_MAX), min_size=1), st.integers(0, 200))
-def test_sequential_pieces_cover_each_block_once(sizes, header):
+def test_the_blocks_of_consecutive_pieces_have_no_gap_and_no_overlap(sizes, header):
     done, at = 0, 0
     for size in [header + sizes[0], *sizes[1:]]:
         start, block_bytes = blocks_beginning_in(at, size)

@@ -378,7 +378,7 @@ def test_corruption_of_a_synced_record_above_the_marker_is_damage(world, change,
 
 
 @pytest.mark.parametrize("change", [flip_bit, overwrite_record])
-def test_a_wrong_unsynced_record_is_truncated_with_the_intact_ones_after_it(world, change):
+def test_a_wrong_unsynced_record_and_the_intact_records_after_it_are_truncated(world, change):
     world.append([4])
     world.append([4], sync=False)
     world.append([4], sync=False)
@@ -665,7 +665,7 @@ def test_a_failed_truncation_makes_the_replica_suspect(world):
     assert world.log.suspect
 
 
-def test_a_log_with_failed_slots_rejects_requests_until_reopened(world):
+def test_after_a_failed_slot_write_a_log_rejects_requests_until_it_is_reopened(world):
     written = world.append([5])
     world.disk.failures[("sync", ".ctl")] = DiskFailed
     with pytest.raises(DiskFailed):

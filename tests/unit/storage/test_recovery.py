@@ -83,7 +83,7 @@ def content(segments):
 # ---- opening
 
 
-def test_acknowledged_and_intact_later_records_are_kept():
+def test_acknowledged_records_and_intact_records_after_them_are_kept():
     disk = new_disk()
     _, records, entries = write_log(disk, [3, 2], [4], acked=1)
     segments, slots = open_disk(disk)
@@ -105,7 +105,7 @@ def test_a_damaged_record_does_not_confirm_a_batch():
     assert (slots.slot.suspect, slots.slot.damaged) == (False, below)
 
 
-def test_records_without_an_entry_do_not_belong_to_the_log():
+def test_records_without_a_batch_entry_do_not_belong_to_the_log():
     disk = new_disk()
     _, records, _ = write_log(disk, [3, 2], acked=1)
     chn = path_of(0, ".chn")
@@ -237,7 +237,7 @@ def test_an_error_during_close_does_not_replace_the_first_error(monkeypatch):
 
 
 @pytest.mark.parametrize("last_to_keep", [0, 2, 4, 5, 8])
-def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
+def test_opening_a_log_completes_a_truncation_that_has_an_intent(last_to_keep):
     disk = new_disk()
     segments, records, entries = write_log(disk, [3], [2], [4])
     cut, end = plan_truncation(segments, last_to_keep)

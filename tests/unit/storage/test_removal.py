@@ -72,7 +72,7 @@ def test_wiping_a_replica_keeps_its_promise_and_flags(disk, control):
 
 
 @pytest.mark.parametrize("intent", [KEPT_WIPE, REMOVED_WIPE])
-def test_each_step_is_durable_before_the_next(disk, control, intent):
+def test_each_step_of_a_removal_is_durable_before_the_next_step(disk, control, intent):
     """A file system may persist names in any order, unless the directory is synced in between.
 
     A log that reappears without its slots could not be opened, or could not be trusted.
@@ -119,7 +119,7 @@ def test_a_full_disk_without_space_for_an_intent_changes_nothing(disk, control):
         (KEPT_WIPE.encode()[:-1] + b"\0", ChecksumMismatch),
     ],
 )
-def test_an_invalid_intent_or_one_of_another_partition_removes_nothing(
+def test_an_intent_that_is_invalid_or_of_another_partition_removes_nothing(
     disk, control, content, error
 ):
     create_durably(disk, HOME, [(WIPE_FILE_NAME, content)])

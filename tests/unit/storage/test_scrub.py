@@ -104,7 +104,7 @@ def test_requested_passes_run_first_and_from_the_beginning():
     assert read(scrub, 5_000)[:2] == (1, ScrubPiece(50, 100_000))
 
 
-def test_a_request_in_the_middle_of_a_piece_restarts_it():
+def test_a_scrub_request_during_a_piece_restarts_the_pass():
     scrub = new_scrub(1)
     scrub.begin(1, 99, 0)
     scrub.request([1], 3)

@@ -71,7 +71,7 @@ def test_synced_records_are_read_back_after_a_power_loss():
     assert list(segment.lineage.entries(0)) == entries
 
 
-def test_each_file_is_synced_when_it_has_something_to_sync():
+def test_a_file_of_a_segment_is_synced_only_if_it_has_unsynced_writes():
     segment = new_segment(new_disk())
     records, lengths, entries = make_batches(0, [2])
     segment.append(lengths, records)
@@ -260,7 +260,7 @@ def test_offsets_with_too_large_differences_do_not_count_as_ascending():
 # ---- after a failed sync
 
 
-def test_rewritten_pages_are_durable_even_if_the_cache_calls_them_clean():
+def test_rewritten_pages_are_durable_even_if_the_page_cache_marks_them_as_clean():
     disk = new_disk()
     segment = new_segment(disk)
     fill_segment(segment, [2])
@@ -311,7 +311,7 @@ def test_the_record_file_of_a_removed_segment_is_removed_first():
     ]
 
 
-def test_an_index_header_in_a_lost_block_is_rewritten_and_a_wrong_one_is_not_trusted():
+def test_a_lost_index_header_is_rewritten_and_an_index_with_a_wrong_header_is_not_used():
     disk = new_disk()
     fill_segment(new_segment(disk), [100])
     path = ROOT / segment_name(0, ".idx")

@@ -36,7 +36,7 @@ from waltz_sim.world.simulated_disk import SimDisk
         ((), (), (1,), REOPEN_S_MAX),
     ],
 )
-def test_deviations_are_rechecked_soon_and_unserved_replicas_rarely(
+def test_the_recheck_interval_is_short_after_a_deviation_and_long_for_unserved_replicas(
     served, wanted, stored_here, interval_s
 ):
     found = recheck_interval_s(REOPEN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
@@ -191,7 +191,7 @@ async def test_a_removed_replica_that_is_a_session_member_is_served_unless_offli
         assert follower.dropped == [1]
 
 
-def test_the_process_ends_if_only_a_restart_helps():
+def test_the_process_ends_after_a_failure_that_requires_a_restart():
     class Failing(Directory):
         def assign(self, partition_id):
             raise DiskFailed(f"partition {partition_id}")
@@ -211,7 +211,7 @@ def test_the_process_ends_if_only_a_restart_helps():
 
 @pytest.mark.parametrize("change", ["offline", "abandoned"])
 @run_on_loop
-async def test_a_replica_removed_during_the_request_is_not_opened_again(change):
+async def test_a_replica_removed_during_a_metadata_read_is_not_opened_again(change):
     engine, coordinator = Directory(0, 1), Metadata(1)
 
     def remove_replica():
@@ -239,7 +239,7 @@ def test_partitions_are_opened_by_all_opener_threads_concurrently():
     run_concurrently(call, ())
 
 
-def test_an_error_of_one_opening_is_raised_when_all_are_done():
+def test_an_error_of_one_opening_is_raised_after_all_openings_are_done():
     opened = []
 
     def call(partition_id):

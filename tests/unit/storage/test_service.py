@@ -388,7 +388,7 @@ def test_a_heartbeat_is_answered_at_once_while_work_is_in_progress(world):
     world.finish()
 
 
-def test_a_later_session_is_reported_while_its_prepare_waits(world):
+def test_a_waiting_prepare_of_a_later_session_already_fences_earlier_sessions(world):
     owner = world.owned(5, connection=1)
     world.send(4, open_request())
     assert isinstance(world.ask(4, owner.make(Heartbeat)), HeartbeatResponse)
@@ -502,7 +502,7 @@ def test_requests_of_a_disconnected_owner_are_removed_from_the_queue(world):
 # ---- reading
 
 
-def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(world):
+def test_only_a_reader_that_names_the_engaged_session_is_answered(world):
     owner = world.owned(5, engaged=False)
     reader = OwnerSession(5)
     request = range_of(reader, 0, 9, reader=True)
@@ -557,7 +557,7 @@ def test_a_reader_of_another_cluster_is_rejected(world, wrong):
     assert world.refusal(7, range_of(OwnerSession(5), 0, 0, reader=True)) is errors.BadRequest
 
 
-def test_the_owner_reads_headers_whole_batches_and_the_lineage(world):
+def test_the_owner_can_read_headers_and_whole_batches_and_the_lineage(world):
     owner = world.owned(5)
     world.ask(1, owner.append(3))
     chain = owner.chain
@@ -725,7 +725,7 @@ def test_rejections_are_reported(world):
 
 
 @pytest.mark.parametrize("session_id", [5, 6])
-def test_a_damaged_range_is_repaired_in_this_session_or_the_next(world, session_id):
+def test_a_damaged_range_can_be_repaired_in_the_same_or_the_next_session(world, session_id):
     owner = world.owned(5)
     world.ask(1, owner.append(6))
     with flipped_byte(world.engine.directory / "0", 3):

@@ -60,7 +60,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     engine.close()
 
 
-def test_assigning_partitions_syncs_their_names_once_and_their_flags_once():
+def test_several_partitions_are_assigned_with_one_sync_of_names_and_one_of_flags():
     disk = SimDisk()
     engine = open_engine(Path("/waltz"), disk=disk, partition_count=9)
     engine.assign(4)
@@ -84,7 +84,7 @@ def test_assigning_partitions_syncs_their_names_once_and_their_flags_once():
     engine.abandon()
 
 
-def test_partitions_are_opened_with_the_for_each_function_of_the_caller(tmp_path):
+def test_argument_for_each_determines_how_the_partitions_are_opened(tmp_path):
     engine = open_engine(tmp_path)
     for partition_id in (2, 0):
         engine.assign(partition_id)
@@ -226,7 +226,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
     engine.close()
 
 
-def test_a_partition_that_cannot_be_opened_can_be_deleted_not_unassigned(tmp_path):
+def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_unassigned(tmp_path):
     engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.unassign(1, deletes_files=False)
@@ -237,7 +237,7 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_not_unassigned(tmp_pat
     engine.close()
 
 
-def test_setting_flags_keeps_a_replica_with_a_lost_slot_suspect(tmp_path):
+def test_a_replica_with_a_lost_slot_stays_suspect_when_its_flags_are_set(tmp_path):
     engine = engine_with_lost_slots(tmp_path, blocks=(0,))
     assert engine.log(1).suspect
     engine.set_available(1, is_available=False)

@@ -23,7 +23,7 @@ from waltz_sim.world.simulated_disk import DiskFault, Survival
 RECORD_BYTES = 60
 
 
-def test_entries_above_a_truncation_are_removed_with_the_intent():
+def test_an_intent_to_truncate_removes_marks_above_the_truncation_from_the_slot():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
     ends = [AckedMarker(entry.last, entry.chain) for entry in entries]
     slot = Slot(2, acked=ends[2], provisional=ProvisionalMark(4, 9), damaged=(IdRange(1, 6),))

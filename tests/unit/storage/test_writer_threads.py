@@ -46,7 +46,7 @@ class Recorder:
 
 
 @run_on_loop
-async def test_a_result_is_reported_once_on_the_loops_thread():
+async def test_a_result_is_reported_once_on_the_thread_of_the_event_loop():
     recorder = Recorder()
     writers = WriterThreads(2, recorder)
     result = WorkResult(appended_count=3)
