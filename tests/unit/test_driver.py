@@ -62,7 +62,7 @@ def test_reports_without_a_receiver_are_logged(caplog):
 
 
 @run_on_loop
-async def test_a_wakeup_occurs_at_its_time_and_the_next_one_is_computed_again():
+async def test_a_machine_is_woken_at_its_time_and_can_be_woken_again():
     machine = Echo({Wakeup(): ("woken",)})
     woken = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -48,7 +48,7 @@ def test_json_values_keep_their_types_and_texts_have_no_extra_quotes():
     }  # fmt: skip
 
 
-def test_a_template_may_name_the_keys_of_a_dictionary():
+def test_a_template_with_named_placeholders_takes_its_values_from_a_dictionary():
     fields = fields_of(
         "x.y rows=%(row_count)d took_s=%(seconds).1f", {"row_count": 3, "seconds": 2}
     )
@@ -108,7 +108,7 @@ def test_a_report_has_the_same_fields_in_both_formats(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(("name", "first"), [("json", "{"), ("text", "20")])
-def test_the_setting_changes_the_outputs_of_the_root_logger(
+def test_set_log_format_changes_the_format_of_the_root_logger(
     monkeypatch: pytest.MonkeyPatch, name: str, first: str
 ):
     output = logging.StreamHandler()

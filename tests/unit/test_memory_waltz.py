@@ -107,7 +107,7 @@ def test_system_exit_in_a_context_ends_only_the_context(waltz_memory):
         assert client.append(b"and it continues", partition=0).result() == 0
 
 
-def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
+def test_stop_iteration_from_user_code_raises_a_runtime_error_at_once(waltz_memory):
     @transactional(partition=0)
     def raises_stop_iteration(builder):
         return next(iter(()))
@@ -235,7 +235,9 @@ def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
 
 
 @pytest.mark.parametrize("side", ["versions_accepted", "versions_offered"])
-def test_recent_rejections_of_an_older_server_are_an_error_without_a_disconnect(monkeypatch, side):
+def test_a_request_for_recent_rejections_to_an_older_server_fails_without_a_disconnect(
+    monkeypatch, side
+):
     older = [each for each in getattr(WireProtocol.CLIENT, side) if each < RejectionsRequest.since]
     monkeypatch.setattr(WireProtocol.CLIENT, side, tuple(older))
     with MemoryWaltz() as waltz, waltz.client() as client:
@@ -269,7 +271,7 @@ def test_a_failed_append_is_not_in_the_log(waltz_memory, error):
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
-def test_clients_retry_for_as_long_as_a_request_may_take(waltz_memory, monkeypatch, error):
+def test_clients_retry_until_the_request_timeout(waltz_memory, monkeypatch, error):
     monkeypatch.setattr(appends, "RESEND_WHEN_FULL_DELAY_S", 0.005)
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, error("as planned"))
@@ -333,7 +335,7 @@ def faulty_run(seed: int) -> tuple[int, list[bytes]]:
         return waltz.fault_count, [transaction.data for transaction in waltz.transactions(0)]
 
 
-def test_lost_appends_and_answers_are_retried_and_the_seed_determines_them():
+def test_lost_appends_and_answers_are_retried_and_determined_by_the_seed():
     one, same, other = faulty_run(1), faulty_run(1), faulty_run(2)
     assert one == same
     assert one[0] != other[0]

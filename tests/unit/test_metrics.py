@@ -65,7 +65,7 @@ def test_the_metrics_of_moved_partitions_are_removed():
     assert page.count(b'partition="2"') == 2
 
 
-def test_a_returning_partition_counts_from_zero():
+def test_the_counters_of_a_returning_partition_start_from_zero():
     metrics, name = Metrics("server"), "waltz_server_appended_transactions_total"
     for partition in (1, 2):
         metrics.add(name, 5, partition=partition)
@@ -76,7 +76,7 @@ def test_a_returning_partition_counts_from_zero():
     assert metrics.value(name, partition=2) == 7
 
 
-def test_a_wrong_name_label_or_kind_of_metric_and_a_negative_count_raise_an_error():
+def test_invalid_metric_names_labels_kinds_and_negative_counts_raise_errors():
     metrics = Metrics("server")
     with pytest.raises(KeyError):
         metrics.add("waltz_server_apended_transactions_total", partition=0)

@@ -48,7 +48,7 @@ def test_packages_are_imported_from_the_wheel(name):
     assert Path(file).is_relative_to(SITE_PACKAGES)
 
 
-def test_the_wheel_has_the_product_only():
+def test_the_wheel_contains_only_the_product():
     names = {path.split("/")[0] for path in FILES if not path.startswith(("..", "__pycache__"))}
     assert names == {
         "waltz_core",

@@ -129,7 +129,7 @@ async def test_a_flood_of_denials_is_limited_and_counted(tmp_path):
 
 
 @run_on_loop
-async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path):
+async def test_equal_denials_within_a_minute_are_logged_as_one_line_with_their_number(tmp_path):
     now_ms = 0
     async with open_log(tmp_path / "audit", lambda: now_ms) as log:
         for _ in range(1_000):
@@ -192,7 +192,7 @@ async def test_the_addresses_of_a_network_count_as_one_host(tmp_path):
 
 
 @run_on_loop
-async def test_hostile_texts_do_not_change_the_lines(tmp_path):
+async def test_hostile_text_cannot_break_the_lines_of_the_audit_log(tmp_path):
     text = 'x"}\n{"outcome":"done"}\r\0\x1b[2J\u2028é'
     peer = Peer(text, text)
     message = ObjectReplacementRequest(REQ_ID, text, 0, 1, 5)

@@ -212,7 +212,7 @@ def test_a_file_opened_after_the_timeout_is_closed(path, name):
     asyncio.run(main())  # this loop uses a modified clock
 
 
-def test_a_name_in_use_is_not_taken_over(tmp_path, path, name):
+def test_a_second_server_does_not_take_over_a_socket_name_in_use(tmp_path, path, name):
 
     async def main():
         async with serve_file(name, path), serve_file(name, tmp_path / "none") as second:

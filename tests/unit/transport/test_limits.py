@@ -146,7 +146,9 @@ async def test_an_anonymous_connection_over_the_limit_gets_the_reason(files):
 
 
 @run_on_loop
-async def test_a_0_13_client_over_the_limit_is_disconnected_unprocessed(files, monkeypatch):
+async def test_a_0_13_client_over_the_limit_is_disconnected_and_its_requests_are_dropped(
+    files, monkeypatch
+):
     monkeypatch.setattr(
         WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_accepted[:1]
     )
@@ -233,7 +235,7 @@ async def test_a_feed_pauses_when_a_revision_introduces_limits(files, token_file
 
 @pytest.mark.parametrize("access", ["report", "on"])
 @run_on_loop
-async def test_report_mode_and_servers_have_no_limits(files, token_file, access):
+async def test_no_limits_apply_in_report_mode_or_to_servers(files, token_file, access):
     async with open_port(files, WireProtocol.CLIENT, access=access) as port:
         permissions = permissions_with_limits(connections=1)
         if access == "on":

@@ -104,7 +104,7 @@ async def test_receive_returns_all_available_messages(pair):
 
 
 @run_on_loop
-async def test_start_delivers_earlier_messages(pair):
+async def test_a_late_start_of_a_link_delivers_the_messages_that_arrived_before_it(pair):
     async with pair() as (link, peer, _):
         peer.links[0].send(Appended(1, 7, 3, 9))
         peer.links[0].close("enough")
@@ -199,7 +199,7 @@ async def test_a_listener_may_lower_the_hard_limit_of_a_link(pair):
 
 
 @run_on_loop
-async def test_an_unanswered_dial_is_unreachable():
+async def test_a_dial_without_a_listener_raises_unreachable():
     with socket.socket() as taken:
         taken.bind((ANY, 0))
         address = f"{ANY}:{taken.getsockname()[1]}"
@@ -412,7 +412,7 @@ async def test_a_connection_accepted_during_the_close_is_closed_too(monkeypatch)
 
 
 @run_on_loop
-async def test_a_port_in_use_is_a_bad_config(contexts):
+async def test_listening_at_a_port_in_use_raises_bad_config(contexts):
     with socket.create_server((ANY, 0)) as taken, pytest.raises(BadConfig, match="cannot listen"):
         await listen(WireProtocol.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
 
@@ -444,7 +444,7 @@ def test_invalid_addresses_are_rejected(text):
 
 
 @run_on_loop
-async def test_a_listener_may_set_when_a_link_is_congested(pair):
+async def test_the_write_buffer_limit_determines_when_a_link_is_congested(pair):
     async with pair() as (link, peer, _):
         (peer_link,) = peer.links
         link.pause_reading()

@@ -231,7 +231,7 @@ async def test_access_control_does_not_relax_a_required_certificate(files, token
 
 
 @pytest.mark.parametrize("kind", [ServerConfig, StorageConfig])
-def test_an_invalid_pattern_is_an_error_of_the_settings(files, kind):
+def test_an_invalid_principal_pattern_is_a_configuration_error(files, kind):
     directory = {"directory": "d"} if kind is StorageConfig else {}
     settings = {"access": "report", "principal_pattern": "CN=.+", **files.settings, **directory}
     with pytest.raises(BadConfig, match="principal_pattern"):
@@ -254,7 +254,7 @@ async def test_the_token_determines_the_principal(files, token_file, protocol):
 
 
 @run_on_loop
-async def test_a_token_may_be_in_a_variable(files, monkeypatch):
+async def test_a_token_may_be_in_an_environment_variable(files, monkeypatch):
     monkeypatch.setenv("OUR_TOKEN", SECRET.hex())
     async with open_port(files) as port:
         await dial_port(port.address, trusting_connect_string(files, "&token_env=OUR_TOKEN"))
@@ -348,7 +348,7 @@ async def test_no_token_is_accepted_before_the_permissions_have_been_read(files,
         await dial_port(port.address, connect)
 
 
-def test_a_missing_znode_or_an_older_revision_has_no_effect(logged):
+def test_a_missing_permissions_znode_or_an_older_revision_has_no_effect(logged):
     access = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: NOW_MS)
     access.apply(None)
     access.apply(PERMISSIONS)
@@ -720,12 +720,12 @@ def _reject(_limit, _principal, _now_ns):
     ],
 )
 @run_on_loop
-async def test_an_older_peer_gets_an_error_of_its_version(message, version, expected):
+async def test_an_older_peer_gets_an_error_that_its_version_supports(message, version, expected):
     assert type(AccessOfConnection().denial(message, version)) is expected
 
 
 @run_on_loop
-async def test_an_answer_or_a_late_token_ends_the_connection():
+async def test_a_peer_that_sends_an_answer_or_a_late_token_is_disconnected():
     for message in (Appended(1, 0, 3, 0), Authenticate(REQ_ID, SECRET)):
         access = AccessOfConnection()
         assert isinstance(access.denial(message), RemoteProtocolError)

@@ -107,7 +107,7 @@ async def test_requests_that_wait_longer_than_a_second_are_rejected_in_order():
 
 
 @run_on_virtual_loop
-async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_read():
+async def test_pipelined_requests_over_a_limit_are_rejected_fast_but_a_flood_is_not_read():
     connection = Connection(bytes_per_s=1_000)
     connection.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, REJECTIONS_PER_S)])
     assert connection.rejections == [False] + [True] * (REJECTIONS_PER_S - 1)
@@ -122,7 +122,7 @@ async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_rea
 
 
 @run_on_virtual_loop
-async def test_a_large_rejected_request_counts_as_several():
+async def test_a_large_rejected_request_counts_as_several_rejected_requests():
     connection = Connection(bytes_per_s=1_000)
     connection.throttle.receive(appends(1, 1, bytes(9_000)))
     count = REJECTIONS_PER_S // (1 + (1 << 20) // BYTES_PER_REJECTION)
@@ -133,7 +133,7 @@ async def test_a_large_rejected_request_counts_as_several():
 
 
 @run_on_virtual_loop
-async def test_after_an_append_over_a_limit_later_appends_are_not_charged():
+async def test_appends_after_a_rejected_append_are_rejected_without_a_charge():
     connection = Connection(bytes_per_s=1_000)
     connection.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
     await pass_time(3)

@@ -64,7 +64,7 @@ def test_without_authorities_the_system_authorities_are_trusted(files, monkeypat
     assert len(context.get_ca_certs()) >= 1
 
 
-def test_the_connect_string_contains_a_tls_file_or_a_mode(files):
+def test_the_tls_value_of_a_connect_string_is_a_file_or_a_mode(files):
     for location, count, mode in (
         (files.authorities, 1, ssl.CERT_REQUIRED),
         ("unverified", 0, ssl.CERT_NONE),
@@ -175,7 +175,7 @@ def test_a_port_with_certificates_never_listens_in_plain_text():
     assert tls.listen_context(server(tls="off", tls_require_certificate=True)) is None
 
 
-def test_a_renewed_file_with_tls_off_is_logged(files, tmp_path, caplog):
+def test_a_reload_that_would_turn_tls_off_is_rejected_and_logged(files, tmp_path, caplog):
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", files.settings))
     config = server(connect=f"{CONNECT}?tls={file}")
@@ -228,7 +228,7 @@ def test_the_error_names_unusable_files(files, tmp_path):
         tls.dial_context(ClientConfig(**settings), "")
 
 
-def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
+def test_a_key_with_a_password_is_rejected_without_a_prompt(files, tmp_path):
     locked = tmp_path / "locked.pem"
     key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
     locked.write_bytes(
@@ -338,7 +338,7 @@ def test_unprotected_znodes_of_permissions_are_logged(caplog):
     assert "access.znodes_unprotected" in caplog.text
 
 
-def test_tls_transition_dial_uses_tls_and_tls_transition_accept_uses_plain_tcp(files):
+def test_dials_use_tls_if_tls_transition_is_dial_and_plain_tcp_if_it_is_accept(files):
     settings = files.settings
     for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
         config = server(**settings, tls_transition=transition)

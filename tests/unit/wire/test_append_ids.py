@@ -59,7 +59,7 @@ def test_only_the_first_runs_are_listed():
     assert more == request_ids_text(append_of(*many)) + ",..."
 
 
-def test_slow_appends_are_listed_together_within_a_limit():
+def test_slow_appends_are_listed_in_one_line_up_to_a_limit():
     slow = SlowAppends()
     for number in range(RUNS_IN_LINE_MAX):
         row = append_of(req_id(2 * number))

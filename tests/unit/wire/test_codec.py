@@ -57,7 +57,7 @@ def test_large_fields_are_encoded_and_decoded_without_a_copy():
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 4])
-def test_a_message_of_a_later_version_is_rejected_on_both_sides(version):
+def test_a_message_of_a_later_version_is_rejected_by_sender_and_receiver(version):
     mounted = Mounted(REQ_ID, 1, 2, 3, 4, 5)
     with pytest.raises(LocalProtocolError, match="Mounted is not in version"):
         codec.encode(mounted, version)

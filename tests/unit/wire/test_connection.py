@@ -85,7 +85,7 @@ def test_no_message_is_sent_before_the_peers_hello():
     assert dialler.keep_alive() == bytes.fromhex("48000000000000")
 
 
-def test_messages_that_come_with_the_hello_follow_it():
+def test_messages_received_together_with_the_hello_are_delivered_after_it():
     dialler, _ = pair()
     listener = storage(is_listener=True)
     message = SuccessResponse(1, 2, 3)
@@ -150,7 +150,7 @@ def test_a_length_out_of_bounds_ends_the_connection_without_allocation(length):
     assert "as its length" in failure(listener, header)
 
 
-def test_a_hello_has_a_smaller_limit():
+def test_a_hello_has_a_smaller_frame_limit_than_messages():
     listener = storage(is_listener=True)
     header = codec.FRAME_HEADER.pack(ord("H"), 0, HELLO_BYTES_MAX - 6)
     assert "as its length" in failure(listener, header)

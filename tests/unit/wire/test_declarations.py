@@ -60,7 +60,7 @@ def test_an_inherited_declaration_is_ignored(body):
     assert type("Heir", (AppendRequest,), {**body, "requires": ANSWER}).requires is ANSWER
 
 
-def test_a_message_that_extends_another_declares_its_own_requirement():
+def test_a_message_class_that_extends_another_class_declares_its_own_requirement():
     assert AppendRequest.requires == require_all(APPEND)
     assert AppendFollowing.requires == require_all(READ, APPEND)
 
@@ -107,7 +107,7 @@ def test_requests_scoped_to_a_partition_have_a_partition():
     assert not unknown
 
 
-def test_a_storage_changes_nothing_for_a_principal_without_replicate():
+def test_a_storage_request_that_changes_data_requires_the_verb_replicate():
     requests = [
         message_class
         for message_class in message_classes(WireProtocol.STORAGE)

@@ -108,7 +108,7 @@ def test_too_many_entries_are_rejected_by_the_encoder_and_the_decoder():
     assert len(read(FieldKind.TEXTS, count(ENTRIES_MAX) + bytes(4 * ENTRIES_MAX))) == ENTRIES_MAX
 
 
-def test_a_text_is_strict_utf8_of_a_bounded_length():
+def test_a_text_with_invalid_utf8_or_over_the_length_limit_is_rejected():
     with pytest.raises(UnicodeDecodeError):
         read(FieldKind.TEXT, count(1) + b"\xff")
     with pytest.raises(RemoteProtocolError, match="a text of at most"):
@@ -122,7 +122,7 @@ def test_a_record_with_a_wrong_crc_is_rejected():
         read(FieldKind.RECORDS, count(1) + bytes(wrong))
 
 
-def test_packed_numbers_are_not_copied_and_have_whole_items():
+def test_packed_numbers_are_decoded_without_a_copy_and_partial_items_are_rejected():
     with pytest.raises(LocalProtocolError, match="items of 8 bytes, found 9"):
         put(FieldKind.PACKED_INT64S, bytes(9))
     data = count(2) + bytes(16)

@@ -29,7 +29,7 @@ def test_record_locations_round_trip(locations):
 
 @settings(max_examples=30)
 @given(st.binary(max_size=100), st.integers(0, 1000))
-def test_invalid_bytes_are_rejected_or_consistent(data, records_bytes):
+def test_arbitrary_bytes_are_rejected_or_decode_to_consistent_record_locations(data, records_bytes):
     try:
         locations = decode_locations(data, records_bytes)
     except BadFormat:
