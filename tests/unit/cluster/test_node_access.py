@@ -68,7 +68,7 @@ class NodeReader:
 
 
 @run_on_virtual_loop
-async def test_a_follower_reads_at_the_start_and_once_after_each_change():
+async def test_a_followed_node_is_read_at_the_start_and_once_after_each_change():
     _, nodes, writer = two_views()
     reader = NodeReader(nodes)
     async with run_meanwhile(nodes.follow(reader)):
@@ -84,7 +84,7 @@ async def test_a_follower_reads_at_the_start_and_once_after_each_change():
 
 
 @run_on_virtual_loop
-async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outcome():
+async def test_a_read_of_a_followed_node_is_repeated_at_once_only_after_an_unknown_outcome():
     _, nodes, writer = two_views()
     reader = NodeReader(nodes)
     reader.raises = [errors.CoordinatorOutcomeUnknown("?"), errors.CoordinatorConflict("!")]
@@ -101,7 +101,7 @@ async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outc
 
 
 @run_on_virtual_loop
-async def test_a_permanent_error_ends_a_follower_and_removes_its_signal():
+async def test_after_a_permanent_error_a_node_is_not_followed_and_its_signal_is_removed():
     _, nodes, _ = two_views()
     reader = NodeReader(nodes)
     reader.raises = [errors.BadFormat("/w: rotten")]

@@ -168,7 +168,7 @@ def test_a_report_round_trips():
 
 
 @run_on_virtual_loop
-async def test_a_server_publishes_in_each_session():
+async def test_a_server_publishes_its_reachability_report_again_in_a_new_session():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     await session.write([CreateNode("/w")])
@@ -189,7 +189,7 @@ async def test_a_server_publishes_in_each_session():
 
 
 @run_on_virtual_loop
-async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatch):
+async def test_a_report_is_published_again_after_a_write_of_unknown_outcome(monkeypatch):
     session = MemoryZooKeeper(asyncio.Event).session()
     await session.write([CreateNode("/w")])
     nodes = ClusterNodes(session, "/w")

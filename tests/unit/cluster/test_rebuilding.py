@@ -82,7 +82,7 @@ def test_a_copy_of_an_older_session_is_ignored():
 
 
 @given(st.integers(1, 5), st.data())
-def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, data):
+def test_the_chosen_log_has_all_acknowledged_records_if_replicas_report_no_log(count, data):
     """Any number of replicas report no log, and some storages have copies of older sessions."""
     quorum = quorum_size(count)
     other = st.sampled_from((4, 4, 3, 1))
@@ -122,7 +122,7 @@ def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, d
     ),
     st.data(),
 )
-def test_the_chosen_log_has_all_quorum_records_despite_lost_replicas(cluster, data):
+def test_the_chosen_log_has_all_acknowledged_records_if_replicas_are_lost(cluster, data):
     """Fewer than a quorum of the replicas are lost, and a replica remains from a move."""
     count, last_ids = cluster
     quorum = quorum_size(count)
@@ -161,7 +161,7 @@ def test_ids_continue_above_all_allocated_ones():
 
 
 @run_on_virtual_loop
-async def test_partitions_of_a_rebuilt_cluster_cannot_be_opened_before_a_decision():
+async def test_partitions_of_a_rebuilt_cluster_cannot_be_opened_before_their_logs_are_chosen():
     storages = tuple(NewStorage(f"h:{port}", port + 1, port % 3) for port in (10, 20, 30))
     new = NewCluster("w", 300, UUID(int=5), storages)
     zookeeper = MemoryZooKeeper(asyncio.Event)

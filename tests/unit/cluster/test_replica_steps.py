@@ -68,7 +68,7 @@ def test_a_step_waits_for_an_open_session():
     )
 
 
-def test_an_absent_storage_is_replaced_directly_and_removed_first():
+def test_an_absent_storage_is_replaced_in_one_step_and_removed_before_other_storages():
     """With four replicas, three would have to be in sync, and appends would wait for the copy."""
     assert step(partition_state("ABC", "AB"), "ABD", "D") == "ABD"
     assert step(partition_state("ABCDE", "ABCD"), "ABC") == "ABCD"
@@ -215,7 +215,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(plan_case):
 GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
 
 
-def test_the_replicas_of_a_storage_move_to_groups_without_one():
+def test_the_replicas_of_a_removed_storage_move_to_groups_without_a_replica():
     now = {0: ("A", "B", "C"), 1: ("A", "B", "C")}
     assert replica_steps.placement_without_storage(now, GROUPS, "A") == {
         0: ("B", "C", "D"),

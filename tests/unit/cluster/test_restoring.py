@@ -44,7 +44,7 @@ async def restore_cluster(backup=BACKUP, ends=None, ids=CLOCK_ID, zookeeper=None
 
 
 @run_on_virtual_loop
-async def test_restored_partitions_begin_after_their_ends_in_later_sessions_and_generations():
+async def test_restored_logs_begin_at_their_archived_ends_in_later_sessions_and_generations():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = await restore_cluster(zookeeper=zookeeper)
     cluster = await coordinator.read_cluster()

@@ -85,7 +85,7 @@ async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     assert query.query_count == 1
 
 
-def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
+def test_a_failure_that_no_caller_awaits_is_not_reported_to_the_event_loop():
     async def scenario() -> list[str]:
         loop_errors: list[str] = []
         loop = asyncio.get_running_loop()

@@ -208,7 +208,7 @@ async def test_a_step_with_too_many_new_replicas_is_rejected(cluster):
 
 
 @run_in_cluster
-async def test_an_address_is_given_to_another_storage(cluster):
+async def test_a_freed_address_can_be_registered_for_another_storage(cluster):
     coordinator = cluster.coordinator
     one, two = UUID(int=1), UUID(int=2)
     await coordinator.register_storage_id(A, one)

@@ -35,7 +35,7 @@ def test_a_stopped_process_may_keep_its_session():
     assert watchdog.may_keep_session(61_000)
 
 
-def test_a_loop_that_still_hangs_after_a_stop_loses_the_session():
+def test_a_loop_that_still_hangs_after_a_stopped_process_resumes_loses_the_session():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     assert queries_until_expiry(watchdog, 60_000, 63_000) == [61_000, 62_000, 63_000]
 

@@ -101,7 +101,9 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
 
 
 @run_on_virtual_loop
-async def test_an_attempt_does_not_finish_a_write_if_another_attempt_enters_its_task(monkeypatch):
+async def test_an_attempt_cannot_finish_a_write_after_a_later_attempt_has_taken_over_its_task(
+    monkeypatch,
+):
     """The later attempt may append rows that a lock has rejected in this attempt."""
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
@@ -121,7 +123,9 @@ async def test_an_attempt_does_not_finish_a_write_if_another_attempt_enters_its_
 
 
 @run_on_virtual_loop
-async def test_a_paused_process_does_not_take_a_write_of_another_principal(monkeypatch):
+async def test_a_paused_process_cannot_enter_a_write_that_another_principal_has_begun_again(
+    monkeypatch,
+):
     world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)

@@ -43,7 +43,7 @@ def test_the_sample_file_is_a_valid_configuration(config_type, tmp_path):
 
 
 @pytest.mark.parametrize("config_type", CONFIG_TYPES_BY_KIND.values(), ids=CONFIG_TYPES_BY_KIND)
-def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
+def test_each_setting_has_a_doc_sentence_a_valid_default_and_a_unit_in_its_name(config_type):
     for field in fields(config_type):
         assert field.metadata["doc"].endswith("."), field.name
         if field.type is int:
@@ -103,12 +103,12 @@ def test_one_transaction_of_the_greatest_size_fits_every_limit():
     assert client["in_flight_bytes_max"] > whole
 
 
-def test_lock_slots_are_a_prime_by_default():
+def test_the_default_number_of_lock_slots_is_a_prime_number():
     count = ServerConfig(connect=CONNECT).lock_slot_count
     assert all(count % divisor for divisor in range(2, int(count**0.5) + 1))
 
 
-def test_settings_of_an_unknown_kind_of_process_are_not_written():
+def test_the_error_for_an_unknown_kind_of_process_suggests_the_nearest_kind():
     assert tomllib.loads(render_toml("storage", {"reserve_bytes": 4096})) == {"reserve_bytes": 4096}
     with pytest.raises(BadConfig, match="unknown kind of process 'storag'; did you mean 'storage'"):
         render_toml("storag", {})
@@ -118,7 +118,7 @@ def test_settings_of_an_unknown_kind_of_process_are_not_written():
 @pytest.mark.parametrize(
     ("kind", "more"), [(ServerConfig, {}), (StorageConfig, {"directory": "data"})]
 )
-def test_an_unreachable_address_is_not_advertised(kind, more, host):
+def test_a_listen_host_that_no_client_can_dial_requires_an_advertised_host(kind, more, host):
     settings = {"connect": "zk:2181/w", "listen_host": host, **more}
     with pytest.raises(BadConfig, match="setting advertised_host is"):
         kind(**settings)
@@ -130,12 +130,12 @@ def test_an_unreachable_address_is_not_advertised(kind, more, host):
 @pytest.mark.parametrize(
     ("kind", "more"), [(ServerConfig, {}), (StorageConfig, {"directory": "data"})]
 )
-def test_a_host_that_cannot_exist_is_rejected(kind, more, name, host):
+def test_an_invalid_host_name_is_rejected(kind, more, name, host):
     with pytest.raises(BadConfig, match=rf"{name}: .* is not a valid host name: .* Hint: "):
         kind(connect="zk:2181/w", **{name: host}, **more)
 
 
-def test_a_host_that_can_exist_is_advertised():
+def test_a_valid_host_name_is_accepted_as_the_advertised_host():
     for host in ("[::1]", "::1", "db1", "waltz_storage_1"):
         assert ServerConfig(connect=CONNECT, advertised_host=host).advertised_host == host
 

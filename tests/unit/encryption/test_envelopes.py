@@ -143,7 +143,7 @@ def test_function_has_cached_key_is_true_if_no_provider_call_is_needed() -> None
     assert not encryption().has_cached_key(envelope)
 
 
-def test_each_row_of_a_column_has_its_key() -> None:
+def test_rows_of_a_column_may_be_encrypted_with_different_keys() -> None:
     rows, headers, key_ids = [b"1", b"", b"3", b"1"], [0, -1, 5, 0], ["a", "b", "a", "a"]
     sealed = encryption().encrypt_column(
         pa.array(rows, pa.binary()), partition=3, headers=headers, key_ids=key_ids

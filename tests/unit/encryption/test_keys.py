@@ -75,7 +75,7 @@ def test_a_limited_number_of_derived_keys_is_cached_by_salt() -> None:
 
 
 @pytest.mark.parametrize(("secret", "found"), [(b"short", "5"), ("text" * 8, "str")])
-def test_an_invalid_provider_result_is_an_error_that_does_not_show_it(
+def test_the_error_for_an_invalid_provider_result_does_not_show_the_result(
     secret: object, found: str
 ) -> None:
     provider = CountingProvider()
@@ -108,7 +108,7 @@ def test_a_directory_has_a_file_for_each_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff" * 32, b"0x" + b"00" * 31, "é".encode()])
-def test_an_invalid_key_file_is_an_error_that_does_not_show_its_content(
+def test_the_error_for_an_invalid_key_file_does_not_show_its_content(
     tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "a").write_bytes(content)

@@ -120,7 +120,7 @@ def test_an_idempotency_key_records_the_rejection_of_a_mark_above_the_log():
     with_gateway(scenario)
 
 
-def test_wrong_requests_are_rejected_as_json():
+def test_a_wrong_request_gets_its_error_as_json():
     async def scenario(_world, gateway, client):
         missing = await client.post(b"{}")
         assert (missing.status, missing.body["type"]) == (400, "RequestRejected")
@@ -249,7 +249,7 @@ async def _write(gateways, writer, reported):
             reported[partition_and_id] = each["data"].encode()
 
 
-def test_the_registry_keeps_the_outcomes_of_the_largest_request():
+def test_the_registry_stores_all_outcomes_of_a_request_with_the_most_rows():
     async def scenario(_world, _gateway, client):
         rows = [row("", write_locks=[["a", 0]], mark=-1) for _ in range(256)]
         answer = await client.append(*rows, key="k")

@@ -82,7 +82,7 @@ def test_an_incomplete_body_is_abandoned(monkeypatch, disconnects):
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_client_that_sends_a_huge_body_first_can_read_the_answer(is_chunked):
+def test_a_client_that_sends_a_huge_body_before_it_reads_still_gets_the_answer(is_chunked):
     async def scenario(world, gateway):
         reader, writer = await connect_to(gateway)
         if is_chunked:
@@ -199,7 +199,7 @@ def test_concurrent_requests_at_two_gateways_with_the_same_idempotency_key_appen
     with_gateway(scenario)
 
 
-def test_a_repeated_request_interrupts_the_earlier_one(monkeypatch):
+def test_a_repeated_request_takes_over_from_the_earlier_request(monkeypatch):
     append, is_waiting, may_continue = _PartitionAppend.append, asyncio.Event(), asyncio.Event()
 
     async def wait_then_append(task):
@@ -288,7 +288,7 @@ def test_a_web_page_of_another_origin_cannot_append(named, status):
     with_gateway(scenario)
 
 
-def test_dns_rebinding_cannot_read():
+def test_a_read_through_dns_rebinding_is_rejected():
     async def scenario(_world, gateway):
         async with gateway.client() as client:
             answer = await client.get("/v1/marks", Host="attacker.example")
@@ -297,7 +297,7 @@ def test_dns_rebinding_cannot_read():
     with_gateway(scenario)
 
 
-def test_a_gateway_in_a_network_accepts_any_host():
+def test_a_gateway_with_a_network_address_accepts_reads_with_any_host_header():
     async def scenario(_world, gateway):
         async with gateway.client() as client:
             assert (await client.get("/v1/marks", Host="gateway.example")).status == 200
@@ -305,7 +305,7 @@ def test_a_gateway_in_a_network_accepts_any_host():
     with_gateway(scenario, listen_host="10.0.0.1", insecure_network=True)
 
 
-def test_two_idempotency_keys_are_rejected():
+def test_a_request_with_two_idempotency_keys_is_rejected():
     async def scenario(world, gateway):
         reader, writer = await connect_to(gateway)
         two = HEAD + b"Idempotency-Key: l\r\n"

@@ -277,7 +277,7 @@ def test_unavailable_data_is_reported_with_the_error_of_waltz_0_13() -> None:
     )
 
 
-def test_a_preference_that_cannot_be_recorded_is_reported_as_false() -> None:
+def test_a_preference_that_cannot_be_recorded_is_reported_as_not_done() -> None:
     outage = errors.CoordinatorUnavailable("ZooKeeper is away")
     add_request = messages.AddPreferredRequest(req(0), (1,))
     not_added = messages.AddPreferredResponse(req(0), is_done=False)

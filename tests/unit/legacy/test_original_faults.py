@@ -203,7 +203,7 @@ async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypat
 
 
 @run_on_loop
-async def test_a_write_with_a_claim_is_an_error_at_a_legacy_server(cluster):
+async def test_an_exactly_once_append_to_a_legacy_server_is_an_error(cluster):
     reason = r"runs Waltz 0\.13, which does not support exactly-once"
     async with client_of(cluster) as client:
         client.claim = SimpleNamespace(check=AsyncMock())
@@ -238,7 +238,7 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
 
 
 @run_on_loop
-async def test_after_a_silent_replacement_the_client_mounts_on_a_new_connection(cluster):
+async def test_a_client_whose_mount_was_replaced_silently_mounts_on_a_new_connection(cluster):
     def replace(partition):
         (client_id,) = partition.mounts
         peer, generation = partition.mounts[client_id]

@@ -65,7 +65,7 @@ async def test_a_range_is_complete_and_leaves_no_open_feed(cluster):
 
 
 @run_on_loop
-async def test_a_chunk_is_little_larger_than_requested(cluster):
+async def test_a_chunk_is_only_slightly_larger_than_requested(cluster):
     async with client_of(cluster) as client:
         sizes = [len(each.records) async for each in client.read_range(0, 0, 999, bytes_max=4_000)]
         assert max(sizes) < 4_000 + legacy_server_reads.CONCURRENT_REQUESTS_MAX * 50

@@ -123,7 +123,7 @@ def mounted_world(world):
 # --- the mount
 
 
-def test_a_mount_waits_for_the_mark_the_flush_the_feed_and_a_check_of_the_owner(world):
+def test_a_mount_waits_for_a_mark_a_flush_and_the_feed_and_then_for_a_check_of_the_owner(world):
     assert world.send(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False)) == [
         m.HighWaterMarkRequest(MOUNT)
     ]
@@ -276,7 +276,7 @@ def test_a_committed_append_proves_that_earlier_missing_appends_are_lost(mounted
     ] == [[11]]
 
 
-def test_a_lock_failure_waits_until_the_feed_has_caught_up(mounted_world):
+def test_a_lock_failure_is_reported_after_the_feed_has_caught_up(mounted_world):
     mounted_world.send(append(1))
     assert mounted_world.receive(m.LockFailure(own_req_id(1), 12)) == []
     assert (
@@ -301,7 +301,7 @@ def test_late_and_repeated_messages_have_no_effect(mounted_world):
     )
 
 
-def test_dropped_appends_are_reported_after_the_flush_the_feed_and_the_proof(mounted_world):
+def test_dropped_appends_are_reported_after_flush_and_feed_and_a_check_of_the_owner(mounted_world):
     mounted_world.send(append(1))
     mounted_world.now_ms = 1_000
     mounted_world.send(append(2))
@@ -336,7 +336,9 @@ def test_an_append_may_appear_in_the_log_after_a_flush(mounted_world):
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_without_a_proof_no_loss_is_reported_until_the_next_flush(mounted_world, is_moved):
+def test_without_a_proof_of_ownership_a_lost_append_waits_for_the_next_flush(
+    mounted_world, is_moved
+):
     mounted_world.send(append(1))
     mounted_world.now_ms = FLUSH_AFTER_MS
     mounted_world.wake()
@@ -366,7 +368,7 @@ def test_an_append_with_a_mark_above_the_log_waits_for_the_server_mark(mounted_w
     assert mounted_world.sent == [append(1, 11), append(2, 9)]
 
 
-def test_the_server_mark_is_requested_again(mounted_world):
+def test_an_unanswered_request_for_the_server_mark_is_repeated(mounted_world):
     mounted_world.send(append(1, 9))
     mounted_world.send(append(2, 11))
     assert mounted_world.partition.wake_at_ms == RETRY_MS
@@ -426,7 +428,7 @@ def test_the_feed_is_requested_only_if_the_stream_or_an_append_in_flight_needs_i
     assert world.receive(m.FeedSuspended(MOUNT)) == []
 
 
-def test_a_filter_omits_headers_but_covers_all_transactions(world):
+def test_a_filtered_feed_batch_omits_headers_but_counts_all_transactions(world):
     world.mount(9, wants_feed=True, after=8, values=(2,))
     (batch,) = world.receive(*(feed_event(10 + i, other_req_id(i), i) for i in range(4)))
     assert (batch.first, batch.count) == (10, 4)

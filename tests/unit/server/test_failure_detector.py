@@ -155,7 +155,7 @@ async def test_a_server_that_was_never_reached_is_not_declared_dead():
 
 @run_on_loop
 @pytest.mark.parametrize("host", ["", "waltz..example", "a\ud800"])
-async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
+async def test_a_server_with_an_invalid_host_name_is_published_as_unreachable(host: str):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(reachability, "FAILING_MS", 0)
         async with world() as servers:

@@ -135,7 +135,7 @@ def test_a_missing_or_malformed_argument_is_rejected(name, arguments, message):
 
 
 @pytest.mark.parametrize("text", ["all", "0", "0-3", "0-3, 7 , 9-11"])
-def test_partitions_are_numbers_ranges_or_all(text):
+def test_an_argument_for_partitions_may_be_numbers_ranges_or_the_word_all(text):
     arguments = {"partitions": f" {text} ", "server": "a:1"}
     assert parse_change({"name": "prefer", "arguments": arguments})[1]["partitions"] == text
 

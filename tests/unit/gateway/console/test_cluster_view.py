@@ -423,7 +423,7 @@ def findings_of(world, facts=None, *, connect=CONNECT, token_hash=""):
     return asyncio.run(run())
 
 
-def test_findings_have_the_changes_of_the_console(world):
+def test_a_finding_contains_its_command_as_a_change_of_the_console(world):
     case = world.case
     assert findings_of(world) == []
     case.server(1, failure="refused", served_partitions={})
@@ -496,7 +496,7 @@ PERMISSIONS = Permissions(
         (ADMINISTRATOR, None),
     ],
 )
-def test_if_no_member_answers_the_gateway_checks_the_caller(world, token_hash, error):
+def test_the_gateway_checks_the_caller_itself_if_no_member_answers(world, token_hash, error):
     expected = nullcontext() if error is None else pytest.raises(error)
     world.stored = PERMISSIONS
     for number in (1, 2):
@@ -513,7 +513,7 @@ def test_if_no_member_answers_the_gateway_checks_the_caller(world, token_hash, e
     asyncio.run(world.viewer.view(token_hash))  # the storage has checked the token
 
 
-def test_a_gateway_that_may_not_read_the_permissions_shows_what_members_permit(world):
+def test_a_gateway_that_cannot_read_the_permissions_relies_on_the_checks_of_members(world):
     world.stored = errors.BadConfig("ZooKeeper denies access to /w/x/access")
     assert asyncio.run(world.viewer.view(READER))["zookeeper_error"] == ""
     for number in (1, 2):

@@ -135,7 +135,7 @@ def test_root_paths_redirect_to_the_console(path):
         "/pages/app.js",
     ],
 )
-def test_only_the_files_of_the_console_exist(path):
+def test_a_path_without_a_file_of_the_console_is_not_found(path):
     async def scenario(_world, gateway):
         status, headers, body = await exchange(gateway, "GET", path)
         assert (status, headers["content-type"]) == (404, "application/json")
@@ -216,7 +216,7 @@ def test_each_operation_checks_the_host_and_the_token_and_is_counted():
     with_gateway(scenario)
 
 
-def test_a_gateway_in_a_network_rejects_changes_with_another_host_header():
+def test_a_gateway_with_a_network_address_rejects_changes_with_another_host_header():
     async def scenario(_world, gateway):
         body = json.dumps(CHANGE).encode()
         path = "/v1/console/changes"
@@ -298,7 +298,7 @@ def test_a_change_runs_after_the_request(monkeypatch):
     with_gateway(scenario)
 
 
-def test_a_caller_that_may_not_change_gets_the_reason(monkeypatch):
+def test_a_caller_without_permission_for_changes_gets_the_reason(monkeypatch):
     async def check_permitted(_self, _caller):
         raise errors.PermissionDenied("ann may not. Hint: grant it.")
 
@@ -332,7 +332,7 @@ def test_a_token_that_zookeeper_does_not_have_is_not_valid(monkeypatch):
 # --- the cluster
 
 
-def test_the_cluster_is_shown_while_zookeeper_does_not_answer_the_check(monkeypatch):
+def test_the_cluster_is_shown_although_the_check_for_changes_waits_for_zookeeper(monkeypatch):
     may_end = asyncio.Event()
 
     async def check_permitted(_self, _caller):
@@ -448,7 +448,7 @@ def test_transactions_of_a_partition_are_shown():
 
 
 @pytest.mark.parametrize("part", ["transactions", "first-at?time_ms=0", "rejections"])
-def test_a_partition_needs_a_permission_of_the_caller(files, part):
+def test_a_partition_is_shown_only_to_a_caller_that_may_read_the_partition(files, part):
     async def scenario(gateway, _access):
         for name, partition, status in (
             ("reader", MINE, 200),

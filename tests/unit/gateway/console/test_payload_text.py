@@ -192,13 +192,13 @@ def test_a_damaged_compressed_payload_is_dumped():
         assert dump.startswith("00000000  c1")
 
 
-def test_only_one_level_is_decompressed():
+def test_only_the_outer_level_of_compression_is_decompressed():
     inner = Zstd(BYTES, minimum_bytes=0).serialize(b"a" * 1000)
     assert show(Zstd(BYTES).serialize(inner))[0] == "binary"
 
 
 @pytest.mark.parametrize("stated_bytes", [1, 1000, 4 * MIB, 2**32 - 1])
-def test_a_decompression_bomb_costs_little(stated_bytes):
+def test_a_decompression_bomb_uses_little_memory(stated_bytes):
     bomb = pa.Codec("zstd").compress(bytes(512 * MIB), asbytes=True)
     tracemalloc.start()
     before_bytes = pa.total_allocated_bytes()
@@ -302,7 +302,7 @@ def test_plain_messagepack_values_are_shown_exactly(value):
 
 @given(st.binary(max_size=60).map(lambda rest: b"\x93" + rest))
 @example(b"\x93\x01\x02")
-def test_shown_messagepack_is_readable_by_the_client(data):
+def test_every_payload_shown_as_messagepack_can_be_unpacked_by_package_msgpack(data):
     """The package msgpack accepts shown payloads, except texts and keys it cannot represent."""
     if decode(data).format == "messagepack":
         msgpack.unpackb(data, strict_map_key=False, timestamp=0)
@@ -373,7 +373,7 @@ large_parts = [
 
 
 @pytest.mark.parametrize("part", large_parts)
-def test_64_mib_take_bounded_time_and_memory(part):
+def test_a_payload_of_64_mib_takes_bounded_time_and_memory(part):
     data = part * (64 * MIB // len(part))
     began_s = time.process_time()
     decode(data)

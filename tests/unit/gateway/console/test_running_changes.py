@@ -134,14 +134,14 @@ async def open_world(monkeypatch, connect=CONNECT, permissions=None):
 
 
 @run_on_virtual_loop
-async def test_without_access_control_and_an_auth_file_every_caller_may_make_changes(monkeypatch):
+async def test_without_access_control_or_an_auth_file_every_caller_may_make_changes(monkeypatch):
     async with open_world(monkeypatch) as world:
         for by in (NO_TOKEN, caller("ann")):
             assert await world.changes.check_permitted(by) == ANONYMOUS
 
 
 @run_on_virtual_loop
-async def test_without_access_control_no_caller_acts_as_the_user_of_the_gateway(monkeypatch):
+async def test_without_access_control_a_gateway_with_an_auth_file_makes_no_changes(monkeypatch):
     async with open_world(monkeypatch, WITH_AUTH_FILE) as world:
         for by in (NO_TOKEN, caller("ann")):
             with pytest.raises(errors.PermissionDenied, match="has no access control"):

@@ -269,7 +269,7 @@ def test_a_filter_selects_transactions_backwards(monkeypatch):
     run(scenario)
 
 
-def test_a_rare_header_needs_several_requests_and_is_found(monkeypatch):
+def test_a_rare_header_is_found_backwards_in_several_requests(monkeypatch):
     monkeypatch.setattr(transaction_pages, "PAGE_BYTES_MAX", 64 * 1024)
 
     async def scenario(client):
@@ -350,7 +350,7 @@ def test_paging_forward_or_backward_shows_each_match_once(monkeypatch, seed):
 
 
 @pytest.mark.parametrize("known", [40, 0])
-def test_a_page_from_an_expired_transaction_raises(monkeypatch, known):
+def test_a_page_that_begins_at_an_expired_transaction_raises_an_error(monkeypatch, known):
     async def scenario(client):
         await write(client, [(0, b"a")] * 100)
         expire(client, monkeypatch, 40, archive_first=known)
@@ -385,7 +385,7 @@ def test_a_page_backwards_ends_at_the_first_available_transaction(monkeypatch, k
     run(scenario)
 
 
-def test_an_error_without_a_later_start_is_raised(monkeypatch):
+def test_an_error_that_states_no_first_available_id_is_raised_again(monkeypatch):
     async def scenario(client):
         await write(client, [(0, b"a")] * 10)
 
@@ -401,7 +401,7 @@ def test_an_error_without_a_later_start_is_raised(monkeypatch):
     run(scenario)
 
 
-def test_a_log_below_the_high_water_mark_shows_the_existing_transactions(monkeypatch):
+def test_existing_transactions_are_shown_although_the_log_ends_below_the_reported_mark(monkeypatch):
     """A server that has lost the partition may report a mark that is not in the log."""
 
     async def scenario(client):
