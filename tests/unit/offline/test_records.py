@@ -50,7 +50,7 @@ def test_all_records_are_returned_in_order_with_their_bytes():
     assert [record_fields(one).transaction_id for one in taken] == list(range(7, 57))
 
 
-def test_a_run_can_be_sliced_by_id():
+def test_a_run_of_records_can_be_sliced_by_id():
     (run,) = walk_records(CountingFile(b"".join(sample_records(10))), 0)
     part = run.starting_at(3).up_to(5)
     assert (part.first, part.length) == (3, 3)
@@ -103,7 +103,7 @@ def test_a_torn_end_is_a_gap_without_a_next_record():
     assert gaps[0].end == 128 + len(whole) - 1
 
 
-def test_a_wrong_crc_alone_does_not_end_a_run():
+def test_a_wrong_crc_alone_does_not_end_a_run_of_records():
     samples = sample_records(5)
     damaged = bytearray(b"".join(samples))
     damaged[len(samples[0]) + 36] ^= 1

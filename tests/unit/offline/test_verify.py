@@ -362,7 +362,7 @@ def test_nonzero_padding_bytes_are_reported(storage):
     assert verification_texts(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
 
 
-def test_known_damage_is_reported_as_known(tmp_path):
+def test_a_report_of_damage_states_if_the_records_are_listed_as_damaged(tmp_path):
     world = sample_log()
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
@@ -447,7 +447,7 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of the data")
 
 
-def test_a_batch_before_the_newest_segment_is_damaged_and_not_torn(tmp_path):
+def test_a_wrong_batch_in_an_older_segment_is_reported_as_damage_and_not_as_a_torn_tail(tmp_path):
     """After a failed sync the acked marker has not moved, but the older file is synced."""
     world = sample_log(segment_bytes_max=100_000)
     for _ in range(3):

@@ -119,7 +119,7 @@ def test_replicas_that_lag_or_are_too_few_are_reported(case):
     assert text(case) == "partition 0 has no replicas. Hint: run `waltz-core cluster auto-assign`."
 
 
-def test_checks_fail_for_a_cause_and_its_consequences(case):
+def test_checks_report_an_unavailable_storage_and_its_consequences(case):
     """The doctor would report only the storage. The checks report the consequences, too."""
     case.storage(C, failure="refused", replicas={})
     case.server(1, unreachable_storages=(C,))

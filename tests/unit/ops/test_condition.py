@@ -40,7 +40,7 @@ def test_a_healthy_partition_has_no_problems(case):
     assert (now.quorum_size, now.last_id) == (2, 90)
 
 
-def test_only_an_answering_replica_counts_for_a_session(case):
+def test_a_stuck_or_unavailable_replica_does_not_count_as_answering(case):
     case.storage(A, failure="refused", replicas={})
     case.replica(B, is_stuck=True)
     case.storage(C, replicas={})  # a storage without a report is assumed to be healthy

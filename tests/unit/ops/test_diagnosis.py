@@ -513,7 +513,7 @@ def test_a_suspect_quorum_requires_a_decision_of_the_operator(case):
     assert finding.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_command_accept_replicas_is_not_suggested_while_a_voter_may_return(case):
+def test_command_accept_replicas_is_not_suggested_while_a_storage_may_return(case):
     case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
@@ -576,7 +576,7 @@ def test_a_partition_that_was_never_opened_is_reported(case):
     assert case.only_finding("never-opened").subject == "0"
 
 
-def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
+def test_a_partition_served_by_a_server_other_than_its_owner_is_reported(case):
     case.server(1, served_partitions={})
     assert case.only_finding("partition-not-served").subject == "0"
     case.server(1, served_partitions={0: True})
@@ -692,7 +692,7 @@ def test_a_connect_string_is_quoted_for_a_shell(case):
     )
 
 
-def test_a_server_that_others_cannot_connect_to_is_reported():
+def test_a_server_to_which_other_servers_cannot_connect_is_reported():
     case = Case()
     case.server(2, is_excluded_as_unreachable=True, connection_errors=(f"{ONE}: refused",))
     finding = case.only_finding("server-unreachable")
@@ -858,7 +858,7 @@ def test_an_archive_that_lags_is_reported(archive):
     assert archive.found() == []  # rule 2
 
 
-def test_an_archive_that_is_turned_off_does_not_lag(archive):
+def test_an_archive_is_reported_as_lagging_only_if_an_owner_archives(archive):
     archive.partition(
         0,
         marker=marker_archived_to(20),

@@ -146,7 +146,7 @@ def test_strings_are_encoded_as_payloads() -> None:
     assert decode(payload).data.to_pylist() == ["é".encode()]
 
 
-def test_a_null_list_that_spans_values_has_no_locks() -> None:
+def test_a_null_lock_list_has_no_locks_although_arrow_stores_values_under_it() -> None:
     """Arrow allows values under a null slot; they must not be added to the next row."""
     offsets = pa.array([0, 2, 3], pa.int32())
     spanning = pa.ListArray.from_arrays(

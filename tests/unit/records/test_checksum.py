@@ -27,7 +27,9 @@ def test_crc32_equals_the_crc_of_zlib(first: bytes, second: bytes) -> None:
 
 
 @given(st.binary(max_size=500), st.binary(max_size=5000))
-def test_combine_returns_the_crc_of_two_joined_runs(first: bytes, second: bytes) -> None:
+def test_function_combine_returns_the_crc_of_two_joined_byte_strings(
+    first: bytes, second: bytes
+) -> None:
     assert checksum.combine(oracle(first), oracle(second), len(second)) == oracle(first + second)
 
 
@@ -66,13 +68,13 @@ def with_trailers(rows: list[bytes]) -> list[bytes]:
 
 
 @given(runs)
-def test_crc32_of_a_run_is_the_crc_of_its_bytes(rows: list[bytes]) -> None:
+def test_function_crc32_of_run_returns_the_crc_of_all_bytes_of_the_rows(rows: list[bytes]) -> None:
     whole = with_trailers(rows)
     assert checksum.crc32_of_run(crcs_of(rows), lengths_of(whole)) == oracle(b"".join(whole))
 
 
 @pytest.mark.parametrize("last", [1, 300_000])
-def test_runs_longer_than_the_power_table_are_supported(last: int) -> None:
+def test_function_crc32_of_run_supports_more_bytes_than_the_power_table(last: int) -> None:
     sizes = [3_000_000, 5, 600_000, checksum._RUN_BYTES - 600_009, 0, 1_048_572, 17, last]
     rows = [bytes([size % 251]) * size for size in sizes]
     crcs = np.array([checksum.crc32(row) for row in rows], dtype=np.uint32)
@@ -81,7 +83,7 @@ def test_runs_longer_than_the_power_table_are_supported(last: int) -> None:
     assert checksum.crc32_of_run(crcs, lengths_of(whole)) == expected
 
 
-def test_the_crc_of_a_run_detects_two_exchanged_rows() -> None:
+def test_function_crc32_of_run_detects_two_exchanged_rows() -> None:
     rows = [b"one", b"two", b"six"]
     lengths = lengths_of(with_trailers(rows))
     assert checksum.crc32_of_run(crcs_of(rows), lengths) != checksum.crc32_of_run(

@@ -101,7 +101,7 @@ def test_a_search_may_stop_and_continue():
     assert blocks.block_ending_at(end(0), 9).first == 0
 
 
-def test_too_many_locks_are_not_reported():
+def test_no_lock_block_is_encoded_for_too_many_locks():
     assert encode(0, end(0), bytes(16), bytes(LOCKS_BYTES_MAX))
     assert encode(0, end(0), bytes(16), bytes(LOCKS_BYTES_MAX + 4)) == b""
 

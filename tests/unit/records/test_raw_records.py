@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.DataOb
 
 
 @given(datas, st.data())
-def test_crcs_are_verified_exactly_if_all_records_are_intact(
+def test_function_verified_crcs_returns_crcs_if_and_only_if_all_records_are_right(
     rows: list[bytes], data: st.DataObject
 ) -> None:
     """The combined check of an append must agree with the two functions that locate an error."""
@@ -140,7 +140,7 @@ def test_a_wrong_stated_length_is_detected_despite_a_valid_crc() -> None:
             assert raw_records.verified_crcs(forged, lengths, TransactionId(0)) is None
 
 
-def test_function_verified_crcs_returns_none_for_the_crc_of_another_run() -> None:
+def test_function_verified_crcs_returns_none_for_the_crc_of_other_records() -> None:
     records, lengths = run_of([b"aa", b"bb"] * raw_records.ONE_BY_ONE_MAX)
     none = raw_records.verified_crcs(
         records, lengths, TransactionId(0), records_crc=crc32(b"other")
@@ -163,7 +163,7 @@ def test_wrong_record_lengths_are_found() -> None:
     assert raw_records.first_bad_record(records, shifted) == 0
 
 
-def test_an_empty_run_has_no_records_and_no_faults() -> None:
+def test_an_empty_buffer_has_no_records_and_no_faults() -> None:
     none = np.zeros(0, dtype=np.int64)
     assert raw_records.first_bad_record(b"", none) is None
     assert raw_records.first_gap(b"", none, TransactionId(0)) is None
@@ -222,7 +222,9 @@ def test_arbitrary_bytes_decode_to_lengths_or_raise_bad_format(packed: bytes, to
 
 
 @given(datas, st.data())
-def test_cut_returns_a_slice_of_a_run(rows: list[bytes], data: st.DataObject) -> None:
+def test_function_slice_records_returns_the_chosen_records_and_lengths(
+    rows: list[bytes], data: st.DataObject
+) -> None:
     records, lengths = run_of(rows)
     skip = data.draw(st.integers(0, len(rows)))
     count = data.draw(st.integers(0, len(rows) - skip))

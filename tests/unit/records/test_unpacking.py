@@ -124,7 +124,7 @@ def test_a_json_number_is_converted_to_an_exact_decimal() -> None:
 
 
 @pytest.mark.parametrize("text", ["-_-_", "An-na", "QUI", "QUI=\n", "QR==", " QUI="])
-def test_text_that_is_not_base64_is_rejected_as_binary(text: str) -> None:
+def test_text_that_is_not_base64_is_rejected_for_a_binary_column(text: str) -> None:
     with pytest.raises(BadFormat, match="column 'a': expected binary"):
         read(text, pa.binary(), "json")
     assert read("QUI=", pa.binary(), "json") == b"AB"

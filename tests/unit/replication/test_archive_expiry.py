@@ -174,7 +174,7 @@ def test_a_failed_expiry_is_repeated_by_another_replica(world, kind):
     assert world.marker.archived.manifest == "e1"
 
 
-def test_the_last_of_several_requests_is_carried_out_after_the_first(world):
+def test_requests_during_an_expiry_are_merged_into_one_expiry_with_their_highest_limits(world):
     replica, expiry = request(world, before=1)
     world.step(ExpireArchive(3, 9))
     world.step(ExpireArchive(2, 0))
@@ -211,7 +211,7 @@ def test_nothing_expires_before_the_first_upload():
     assert not expiries(world)
 
 
-def test_with_a_retention_objects_expire_at_intervals():
+def test_objects_expire_at_intervals_if_a_retention_is_set():
     world = ArchivingWorld()
     world.store = world._new_store(replace(ARCHIVING, archive_retention_ms=5_000))
     world.open()
@@ -231,7 +231,7 @@ def test_with_a_retention_objects_expire_at_intervals():
     assert len(expiries(world)) == 2
 
 
-def test_an_owner_without_an_archive_interval_still_expires_on_request(world):
+def test_an_owner_without_an_archive_interval_still_expires_transactions_on_request(world):
     other = next_owner_of(world)
     replica, expiry = request(other)
     finish(other, replica, expiry, error="cannot read m1", manifest="")

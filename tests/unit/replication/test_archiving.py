@@ -120,7 +120,7 @@ def test_a_late_rejection_of_an_abandoned_attempt_is_ignored(world):
     ]
 
 
-def test_no_attempt_starts_during_another_or_without_new_batches(world):
+def test_no_archiving_attempt_starts_during_an_attempt_or_without_new_batches(world):
     replica, request = begin(world)
     world.append(1)
     world.run_for(10 * INTERVAL_MS)
@@ -163,7 +163,7 @@ def test_attempts_after_a_failure_use_another_replica_and_back_off(world):
     assert world.marker.archived is None
 
 
-def test_a_rejected_request_is_a_failure_of_the_attempt_only(world):
+def test_a_rejected_archive_request_ends_the_attempt_but_not_the_session(world):
     for storage in world.storages.values():
         handle = storage.handle
 
@@ -469,7 +469,7 @@ def test_no_garbage_is_collected_if_a_log_begins_above_the_mark(world):
 # ---- replicas without the archived records
 
 
-def test_a_checkpoint_is_due_once_when_much_is_archived_above_the_mark():
+def test_one_checkpoint_is_due_if_too_much_is_archived_above_the_low_water_mark():
     world = ArchivingWorld(limits=replace(ARCHIVING, archived_bytes_max=1))
     world.open()
     world.append(2, batches=3)
@@ -484,7 +484,7 @@ def test_a_checkpoint_is_due_once_when_much_is_archived_above_the_mark():
     assert len(world.all_reported(CheckpointDue)) == 1
 
 
-def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
+def test_only_records_archived_above_the_low_water_mark_count_for_a_checkpoint():
     sent = new_world().all_sent(wire.AppendRaw, A)
     size = sum(len(message.records) for message in sent)
     world = ArchivingWorld(limits=replace(ARCHIVING, archived_bytes_max=size))
@@ -572,7 +572,7 @@ def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
     assert world.storages[C].payloads() == world.storages[A].payloads()
 
 
-def test_a_trusted_replica_without_a_source_is_reset_once_a_session_opens_without_it():
+def test_a_replica_that_no_source_can_complete_is_reset_after_a_session_opens_without_it():
     """ZooKeeper then records the replica as closed, so no session needs its log."""
     world = ReplicationWorld(limits=replace(ARCHIVING, range_bytes_max=1))
     world.open()
@@ -654,7 +654,7 @@ def test_a_failed_first_session_does_not_change_where_a_new_log_begins():
     assert not other.all_sent(wire.ResetLog)
 
 
-def test_a_storage_of_an_older_version_is_not_requested_to_reset_its_log():
+def test_a_storage_of_an_older_version_receives_no_request_to_reset_its_log():
     """The protocol version of this storage does not have the request."""
     world = restored_world()
     world.storages[C].supports_archiving = False
@@ -700,7 +700,7 @@ def returning_owner():
     return world
 
 
-def test_a_returning_owner_finds_its_batches_in_the_archive():
+def test_a_returning_owner_settles_its_appends_from_batches_in_the_archive():
     world = returning_owner()
     world.reopen()
     assert world.all_reported(SessionSettled)[-1].committed_last == 7

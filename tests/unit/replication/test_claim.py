@@ -48,6 +48,6 @@ def test_a_claim_by_a_0_13_server_has_no_nonce():
     assert view(state=None).last_claim is None
 
 
-def test_an_open_partition_without_states_is_rejected():
+def test_an_open_partition_without_replica_states_is_rejected():
     assert "lost or rolled back" in claim_rejection(view({}), [A, B, C], {})
     assert claim_rejection(view({}, state=MarkerState.NEW), [A, B, C], {}) is None

@@ -58,7 +58,7 @@ def test_an_answer_without_batches_is_rejected():
     assert past.outcome is None
 
 
-def test_reconstructed_batches_do_not_prove_an_empty_session():
+def test_reconstructed_batches_do_not_prove_that_a_session_has_no_records():
     other = Replica()
     past, replica = queries_of(9, other, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)

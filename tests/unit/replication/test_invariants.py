@@ -25,7 +25,7 @@ def test_a_correct_machine_violates_no_invariant(world):
     check(idle)
 
 
-def test_counting_a_replica_unknown_to_zookeeper_is_detected(world):
+def test_a_session_that_counts_a_replica_unknown_to_zookeeper_is_detected(world):
     world.store.session.states[B] = ReplicaState(0, 5)
     with pytest.raises(AssertionError):
         check(world.store)

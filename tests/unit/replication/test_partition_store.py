@@ -60,7 +60,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
 
 
 @pytest.mark.parametrize("outcome", ["lost", "away"])
-def test_a_write_of_states_with_an_unknown_outcome_is_read_back_before_any_report(outcome):
+def test_a_session_is_not_reported_as_open_before_a_write_of_unknown_outcome_is_read_back(outcome):
     world = ReplicationWorld()
     world.decide()
     world.answer_zookeeper(outcome)
@@ -72,7 +72,7 @@ def test_a_write_of_states_with_an_unknown_outcome_is_read_back_before_any_repor
     assert world.metadata.session_id == 0
 
 
-def test_a_failed_write_of_states_is_retried_after_a_pause():
+def test_a_failed_write_of_replica_states_is_retried_after_a_pause():
     world = ReplicationWorld()
     world.decide()
     world.answer_zookeeper("away")
@@ -97,7 +97,7 @@ def test_a_lost_claim_is_repeated_with_another_session_id():
     assert world.store.open_session_id == 8
 
 
-def test_states_are_not_written_over_the_claim_of_another_process():
+def test_replica_states_are_not_written_over_the_claim_of_another_process():
     world = ReplicationWorld()
     world.decide()
     world.claim_elsewhere(7)
@@ -121,7 +121,7 @@ def test_a_later_generation_in_zookeeper_is_not_overwritten():
     assert world.store.wake_at_ms is None
 
 
-def test_an_open_partition_without_states_is_rejected_and_checked_again():
+def test_an_open_partition_without_replica_states_is_rejected_and_checked_again():
     world = ReplicationWorld(state=MarkerState.OPEN)
     world.take_ownership()
     world.run()
@@ -133,7 +133,7 @@ def test_an_open_partition_without_states_is_rejected_and_checked_again():
     assert world.store.open_session_id is not None
 
 
-def test_a_new_partition_with_records_somewhere_is_rejected():
+def test_a_new_partition_is_rejected_if_a_storage_has_records_of_it():
     donor = ReplicationWorld()
     donor.open()
     donor.append()
@@ -232,7 +232,7 @@ def test_flag_follows_own_session_is_false_after_an_intermediate_session_of_anot
     assert not world.all_reported(SessionOpened)[-1].follows_own_session
 
 
-def test_an_unopened_claim_after_another_servers_session_does_not_set_follows_own_session(world):
+def test_flag_follows_own_session_is_false_after_an_own_claim_that_never_opened(world):
     """The second claim finds the nonce of this server, from a session that never opened."""
     world.claim_elsewhere(1)
     world.step(session_events.Checkpoint())
@@ -497,7 +497,7 @@ def test_a_batch_submitted_after_the_end_of_the_session_is_dropped(world):
     assert len(world.sent) == sent
 
 
-def test_earlier_zookeeper_requests_are_not_awaited():
+def test_an_answer_to_an_earlier_zookeeper_request_does_not_answer_the_current_request():
     """An answer to an older attempt does not answer the current request."""
     world = ReplicationWorld()
     world.take_ownership()
@@ -563,7 +563,7 @@ def test_a_replica_is_replaced_by_another():
     assert C not in world.requests
 
 
-def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
+def test_a_session_opens_only_with_a_quorum_of_both_the_last_and_the_new_assignment():
     """B is down, and C is lost after the decision. A and D are a quorum of the new replicas."""
     world = ReplicationWorld(A, B, C, D)
     world.open(replicas=(A, B, C))

@@ -397,7 +397,7 @@ def test_a_peer_with_the_same_damage_gets_no_request():
     assert not world.storages[B].disk.damaged
 
 
-def test_damage_of_all_replicas_does_not_hide_other_damage():
+def test_a_record_that_is_damaged_on_all_replicas_does_not_stop_other_repairs():
     world = running_world()
     for name in (A, B, C):
         report_damage(world, name, 1)
@@ -416,7 +416,7 @@ def test_a_replica_that_reports_an_incomplete_range_is_dropped():
     assert "pairs of transaction IDs, found 1" in world.reports("replica.rejected")[-1]["reason"]
 
 
-def test_early_damage_reports_are_followed_by_a_full_request():
+def test_damage_reported_before_a_replica_answers_the_prepare_request_is_repaired():
     world = running_world()
     world.step(session_events.Checkpoint())
     world.step_until(lambda: world.requests.get(B))

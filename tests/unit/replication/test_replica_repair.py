@@ -160,7 +160,7 @@ def test_truncation_waits_until_the_newest_batch_is_known():
     assert repair.newest_session == 8
 
 
-def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
+def test_a_batch_that_contains_the_mark_is_truncated_and_gives_the_goal_its_chain():
     target = storage(*OLD)
     repair = repair_of(target)
     steps = run_repair(repair, target, None, RepairGoal(4, None))
@@ -212,7 +212,7 @@ def test_reconstructed_batches_of_a_source_are_not_copied():
     assert replica.payloads() == [0]
 
 
-def test_a_copy_with_another_chain_than_decided_is_repeated():
+def test_a_copy_with_a_chain_other_than_the_decided_one_is_repeated():
     replica = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
@@ -356,7 +356,7 @@ def test_truncated_damage_is_forgotten():
     assert "OverwriteDamage" not in kinds(steps)
 
 
-def test_only_damage_below_the_truncation_is_requested():
+def test_damage_above_the_point_of_truncation_is_not_requested_from_a_source():
     replica, source = storage(*OLD, (3, [7])), storage(*OLD)
     replica.disk.damaged = {5}
     repair = repair_of(replica)
@@ -408,7 +408,7 @@ def test_every_flipped_byte_is_detected():
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
 
 
-def test_corruption_that_the_source_has_not_detected_is_detected():
+def test_corruption_that_the_source_has_missed_is_detected_by_the_record_crc():
     """The source computes the checksum of a range when it reads; record checksums are older."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)
@@ -544,7 +544,7 @@ def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch
     assert (replica.payloads(), replica.disk.start[0]) == ([7, 8, 9], 5)
 
 
-def test_a_log_with_a_common_batch_end_above_the_start_is_completed():
+def test_a_log_that_shares_a_batch_end_above_the_start_of_a_source_is_completed():
     source, goal = source_with_later_start(2, *LONG, archived=8)
     replica = storage(*OLD)
     steps = run_repair(repair_of(replica), replica, source, goal)

@@ -73,7 +73,7 @@ def test_an_undecidable_recovery_is_reported_once(world):
     assert world.reports("recovery.waiting") == [{"session": 1, "untrusted": (B, C)}]
 
 
-def test_an_unacknowledged_tail_is_kept_only_while_a_voter_is_unknown():
+def test_an_unacknowledged_tail_is_kept_only_if_a_voting_replica_does_not_answer():
     for down, mark in (([], -1), ([C], 1)):
         world = ReplicationWorld()
         world.open()
@@ -576,7 +576,7 @@ def slow_appends_of(world, replica):
     return [report for report in world.reports("append.slow") if report["replica"] == replica]
 
 
-def test_without_a_limit_no_append_is_slow(world):
+def test_without_a_limit_no_append_is_reported_as_slow(world):
     world.submit()
     world.now_ms += 100_000
     world.run()

@@ -361,7 +361,7 @@ def test_a_value_is_converted_without_loss(written, value, kind, expected):
         (["int", "string"], "a", pa.int32()),
     ],
 )
-def test_a_value_of_another_type_names_row_and_column(written, value, kind):
+def test_the_error_for_a_value_of_another_type_names_row_and_column(written, value, kind):
     with pytest.raises(BadFormat, match=r"row 0, column 'f0': expected .*found"):
         unpack_columns(record(written), [pa.field("f0", kind)], {"f0": value})
 

@@ -78,7 +78,7 @@ def test_a_serializer_can_write_a_given_version_of_the_subject(registry):
         Avro(registry.url, subject="s", version=3).serialize(RING)
 
 
-def test_protobuf_writes_a_type_of_the_registered_schema(registry):
+def test_a_protobuf_serializer_writes_the_first_or_the_named_type_of_the_schema(registry):
     registry.put("orders-value", encode_descriptor(order_file()), "PROTOBUF")
     orders = Protobuf(registry.url, subject="orders-value")
     assert orders.serialize({"id": 5}).hex() == "0000000001" + "00" + "0805"

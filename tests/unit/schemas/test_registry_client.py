@@ -146,7 +146,7 @@ def test_a_registry_that_does_not_finish_its_answer_is_abandoned(registry, fault
     assert SHORT_S <= time.monotonic() - began_s < TEST_TIMEOUT_S
 
 
-def test_a_registry_that_is_down_is_unavailable_and_the_next_one_is_used(registry):
+def test_the_next_registry_is_used_if_the_first_registry_is_down(registry):
     schema_id = registry.add(TEXT)
     down = "http://127.0.0.1:1"
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be read: Connection refused"):

@@ -363,7 +363,7 @@ def test_a_waiting_append_is_rejected_when_its_client_mounts_again() -> None:
 # --- checks before an append enters the log
 
 
-def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
+def test_only_the_newest_mount_with_the_current_generation_may_append() -> None:
     world = World()
     stale = world.single(generation=Generation(2))
     fenced = world.single(BOB)
@@ -446,7 +446,7 @@ def test_rejections_are_counted_by_their_reason() -> None:
     assert (rejected[RowOutcomeCode.LOCK], rejected[RowOutcomeCode.NOT_MOUNTED]) == (1, 3)
 
 
-def test_a_failed_proof_does_not_end_a_newer_mount() -> None:
+def test_a_failed_check_of_a_mark_above_the_log_does_not_end_a_newer_mount() -> None:
     world = World()
     world.single(mark=9)
     (effect,) = [effect for effect in world.turn() if isinstance(effect, ConfirmAheadOfLog)]
@@ -615,7 +615,7 @@ def test_large_requests_of_a_closed_session_delay_no_request() -> None:
 # --- pieces
 
 
-def test_a_large_batch_is_processed_in_pieces_on_a_shared_server() -> None:
+def test_a_large_batch_is_processed_in_pieces_if_other_clients_send_small_requests() -> None:
     world = World()
     world.share()
     rows = [bytes((number,)) * (PIECE_BYTES // 2) for number in range(5)]
@@ -736,7 +736,7 @@ def test_a_flush_waits_for_all_pieces() -> None:
     assert BarrierReached(1) in world.commit()
 
 
-def test_a_flush_of_a_connection_closed_between_pieces_is_removed_once() -> None:
+def test_a_flush_of_a_connection_that_closes_between_two_pieces_is_removed_only_once() -> None:
     world = World()
     world_with_flood(world, flush=True)
     assert world.pipeline.close(A) == []

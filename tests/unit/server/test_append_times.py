@@ -6,7 +6,7 @@ from waltz_core.server.process.append_times import WINDOW_S, AppendTime, AppendT
 SLOW, FAST = ReplicaId("10.0.0.1:5280"), ReplicaId("10.0.0.2:5280")
 
 
-def test_the_latency_of_a_storage_is_the_median_of_its_mean_in_each_second() -> None:
+def test_the_latency_of_a_storage_is_the_median_of_its_one_second_means() -> None:
     times = AppendTimes()
     for second in range(20):
         for _partition in range(2):

@@ -191,7 +191,7 @@ async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
 
 
 @run_on_loop
-async def test_only_an_append_over_a_limit_reaches_its_partition():
+async def test_an_append_over_a_limit_reaches_its_partition_but_other_requests_do_not():
     backend, link = Backend(), Link()
     error = Overloaded("etl is over a limit", 700)
     link.denied = {AppendRequest: error, FlushRequest: error}

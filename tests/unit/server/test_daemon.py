@@ -105,7 +105,7 @@ async def pass_turns() -> None:
 
 
 @run_on_loop
-async def test_one_partition_at_a_time_is_handed_over_if_it_is_still_unowned() -> None:
+async def test_partitions_are_handed_over_one_at_a_time_if_they_are_still_unowned() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
     async with asyncio.TaskGroup() as tasks:

@@ -249,7 +249,7 @@ def test_predecessors_of_forgotten_locks_are_not_returned(monkeypatch):
     assert predecessor_ids_for(world, mark=0) == [1, 2]
 
 
-def test_each_admission_notifies_one_waiting_author():
+def test_each_admitted_append_notifies_one_waiting_author():
     world, _ = in_flight()
     losers = [world.follow(BOB if i % 2 else ALICE) for i in range(3)]
     assert list(predecessor_ids(world.turn())) == losers[:1]
