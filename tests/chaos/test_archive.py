@@ -28,7 +28,7 @@ NONCE = "ab" * 16
 
 @pytest.mark.fault
 @pytest.mark.slow
-def test_a_storage_an_owner_and_the_object_store_are_killed_and_nothing_is_lost(tmp_path):
+def test_nothing_is_lost_when_storages_a_server_and_the_object_store_are_killed(tmp_path):
     faults = (
         Fault(0.5, 1.5, "kill", ("storage-1",)),
         Fault(1.0, 1.5, "kill", ("store-1",)),
@@ -90,7 +90,7 @@ def test_a_correct_archive_has_no_orphans_and_no_differences(tmp_path, log):
         "objects/something",
     ],
 )
-def test_a_file_that_no_manifest_lists_is_an_orphan(tmp_path, log, name):
+def test_a_file_in_no_manifest_is_an_orphan(tmp_path, log, name):
     (tmp_path / FOLDER / name).write_bytes(b"")
     assert saved(tmp_path, log).orphans(archive_checks.now_ms()) == [f"{FOLDER}/{name}"]
 
@@ -119,7 +119,7 @@ def test_objects_that_differ_from_the_log_or_leave_a_gap_are_detected(tmp_path, 
     assert any("end at" in difference for difference in found.differences(expected))
 
 
-def test_local_logs_that_differ_from_the_log_or_are_too_long_are_detected(log):
+def test_local_logs_with_wrong_records_or_over_the_retention_limit_are_detected(log):
     expected = read_by_clients(log)
     offset = expected.offsets[PARTITION_ID][10]
     right = bytes(expected.records[PARTITION_ID][offset:])

@@ -148,7 +148,7 @@ def test_a_commit_of_the_four_writers_that_is_missing_in_the_log_is_detected(his
     assert any("c was reported as committed, but is not" in problem for problem in history.wrong())
 
 
-def test_a_partial_line_is_read_when_it_is_complete(history: History):
+def test_an_incomplete_line_of_a_recording_is_read_only_after_its_end_was_written(history: History):
     client_run = history.current_run()
     path = history.directory / "one.jsonl"
     before = path.read_bytes()
@@ -161,7 +161,9 @@ def test_a_partial_line_is_read_when_it_is_complete(history: History):
     assert client_run.sent["d"].recorded.outcome == "lost"
 
 
-def test_gaps_and_the_time_until_progress_are_measured(history: History):
+def test_the_first_commit_after_a_time_and_the_longest_gap_between_commits_are_found(
+    history: History,
+):
     client_run = history.current_run()
     assert client_run.first_commit_s(0, 1.0) == 1.5
     assert client_run.first_commit_s(0, 2.5) is None

@@ -12,7 +12,7 @@ def test_a_seed_determines_the_schedule():
     assert draw_schedule(17, 60.0) != draw_schedule(18, 60.0)
 
 
-def test_every_kind_of_fault_is_drawn_and_names_existing_members():
+def test_schedules_contain_every_kind_of_fault_and_target_only_existing_members():
     kinds: Counter[str] = Counter()
     for seed in range(60):
         schedule = draw_schedule(seed, 60.0)
@@ -30,7 +30,7 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     assert len(KINDS) == 10
 
 
-def test_every_second_seed_has_an_archive_and_storages_servers_and_the_store_are_killed():
+def test_odd_seeds_have_an_object_store_and_schedules_kill_members_of_each_kind():
     for seed in range(20):
         assert draw_schedule(seed, 60.0).cluster_size.stores == seed % 2
         killed = Counter(
@@ -50,7 +50,7 @@ def test_packets_of_a_slow_link_stay_in_order():
     assert leaves[0] >= 0.01
 
 
-def test_a_link_with_a_rate_has_a_bounded_queue():
+def test_a_link_with_a_rate_limit_has_a_bounded_queue():
     line = SlowLink(LinkSettings(bytes_per_s=1000), random.Random(1))
     leaves = [line.departure_s(500, 0.0) for _ in range(10)]
     assert leaves[:3] == [0.5, 1.0, 1.5]
@@ -59,7 +59,7 @@ def test_a_link_with_a_rate_has_a_bounded_queue():
     assert leaves[len(departures) :] == [None] * (10 - len(departures))
 
 
-def test_a_share_of_the_packets_is_lost():
+def test_a_lossy_link_loses_about_the_configured_share_of_packets():
     line = SlowLink(LinkSettings(loss=0.3), random.Random(1))
     lost = sum(line.departure_s(1, float(number)) is None for number in range(1000))
     assert 200 < lost < 400

@@ -88,7 +88,7 @@ def other_batches(records, counts, session):
         first = last + 1
 
 
-def test_no_record_is_removed_while_an_owner_replaces_adopted_batches():
+def test_no_power_loss_removes_a_record_while_an_owner_replaces_batches_of_0_13_records():
     step, interrupted = 0, True
     while interrupted:
         step += 1

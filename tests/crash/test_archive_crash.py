@@ -193,7 +193,7 @@ def recorder(tmp_path_factory):
         yield record_archiving(Recorder(tmp_path_factory.mktemp("archived")))
 
 
-def test_power_is_lost_at_every_change(recorder, record_property):
+def test_the_archive_is_complete_after_a_power_loss_at_any_change(recorder, record_property):
     crashes = CrashChecks(recorder.complete)
     crashes.lose_power(recorder.changes)
     record_property("crash of an archive: states", crashes.counts["states"])
@@ -213,7 +213,7 @@ def verify(store, recorded):
 
 
 @pytest.mark.parametrize("share", range(KILL_SHARES))
-def test_processes_are_killed_at_every_change_and_then_power_is_lost(
+def test_the_archive_is_complete_after_a_kill_at_any_change_and_a_later_power_loss(
     recorder, tmp_path, share, record_property
 ):
     recorded, session = ArchiveRecord(), 10

@@ -177,7 +177,7 @@ def check_result(seed):
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_OF_A_TEST))
-def test_a_corrupt_directory_is_repaired_or_reports_the_damage(first, record_property):
+def test_a_storage_repairs_a_corrupt_directory_or_reports_its_damage(first, record_property):
     ended = Counter()
     for seed in range(first, first + SEEDS_OF_A_TEST):
         try:

@@ -70,7 +70,7 @@ def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
 
 
 @pytest.mark.parametrize("scenario", [*PLAIN, truncate], ids=lambda one: one.__name__)
-def test_after_a_crash_and_a_start_waltz_0_13_reads_the_records_that_this_version_serves(scenario):
+def test_waltz_0_13_reads_exactly_the_records_that_this_version_recovers_after_a_crash(scenario):
     recorded, read = scenario(), 0
     for position, disk_state, _ in crash_points(recorded.disk.changes, recorded.begin):
         disk = RecordingDisk.after_power_loss(
@@ -184,7 +184,7 @@ def original_directory(*, counts, mark, torn):
 
 
 @pytest.mark.parametrize(("mark", "torn"), [(-1, 0), (5, 3), (11, 60), (-1, None), (5, None)])
-def test_power_loss_while_a_0_13_directory_is_adopted_changes_nothing(mark, torn):
+def test_a_power_loss_while_a_0_13_directory_is_first_opened_loses_no_record_or_mark(mark, torn):
     contents, records = original_directory(counts=(4, 6, 9), mark=mark, torn=torn)
     found, engine = open_directory(RecordingDisk.after_power_loss(contents))
     engine.abandon()

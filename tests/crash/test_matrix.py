@@ -1,8 +1,8 @@
 """After a crash at any change, a directory has all acknowledged records and no torn ones.
 
 Each test counts the crash points, the combinations of surviving changes and the openings that it
-has tried. The sums are printed at the end of a run, and `test_the_matrix_has_its_documented_size`
-checks them.
+has tried. The sums are printed at the end of a run.
+`test_the_crash_matrix_has_its_documented_size` checks them.
 """
 
 from random import Random
@@ -37,7 +37,7 @@ def acknowledge(record_property, matrix):
 
 
 @pytest.mark.parametrize("scenario", EVERY, ids=lambda one: one.__name__)
-def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
+def test_acknowledged_data_survives_a_power_loss_and_a_second_one_during_recovery(
     scenario, record_property
 ):
     matrix, history = Matrix(scenario.__name__), scenario()
@@ -49,7 +49,9 @@ def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
 
 
 @pytest.mark.parametrize("scenario", EVERY, ids=lambda one: one.__name__)
-def test_a_killed_process_is_started_again_and_then_power_is_lost(scenario, record_property):
+def test_acknowledged_data_survives_a_kill_at_any_change_and_a_later_power_loss(
+    scenario, record_property
+):
     matrix, history = Matrix(scenario.__name__), scenario()
     check_kills(matrix, history.disk.changes, history.begin)
     acknowledge(record_property, matrix)
@@ -71,7 +73,7 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     assert not dict(found.logs)[0].suspect
 
 
-def test_the_matrix_has_its_documented_size():
+def test_the_crash_matrix_has_its_documented_size():
     cuts = survival_count = 0
     for scenario in EVERY:
         history = scenario()

@@ -183,7 +183,7 @@ def test_any_bytes_are_decoded_without_an_exception(data, position):
     assert layout.decode_storage_id(data[:20])[1]
 
 
-def test_the_second_crc_is_crc_32():
+def test_the_crc_of_the_offline_tools_is_crc_32_as_in_waltz_0_13():
     assert struct.pack(">I", layout.crc32(b"hello-0")).hex() == "154677bc"  # as in Waltz 0.13
 
 
@@ -197,7 +197,7 @@ def cut_in_a_batch(world):
 
 
 @pytest.mark.parametrize("survival", list(Survival))
-def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
+def test_verify_accepts_a_log_with_an_interrupted_truncation(tmp_path, survival):
     step = cuts = 0
     lost = True
     while lost:

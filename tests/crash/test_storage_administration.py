@@ -255,7 +255,7 @@ def test_a_removed_partition_can_be_assigned_again_and_begins_empty():
     assert directory.engine.log(CHANGED).max_id == 2
 
 
-def test_a_discarded_log_is_trusted_again_only_after_a_mark_at_its_end():
+def test_a_re_seeded_replica_is_suspect_until_its_mark_is_set_at_the_end_of_its_log():
     directory = Directory()
     directory.engine.re_seed(CHANGED)
     log = directory.engine.assign(CHANGED)
@@ -276,7 +276,7 @@ def append_after_session(log):
     append(log, [3], Random(1))
 
 
-def test_a_log_continues_after_offline_and_online():
+def test_an_offline_log_is_unchanged_and_accepts_appends_when_it_is_online_again():
     directory = Directory()
     for is_available in (False, True, True):
         directory.engine.set_available(CHANGED, is_available=is_available)

@@ -26,7 +26,7 @@ SEEDS = range(10 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 
 @pytest.mark.parametrize("survival", ALL_SURVIVALS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_power_loss_at_a_random_step(seed, survival):
+def test_acknowledged_records_survive_a_power_loss_at_a_random_step(seed, survival):
     world = random_log(seed)
     for _ in range(4):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
@@ -36,7 +36,7 @@ def test_power_loss_at_a_random_step(seed, survival):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_power_loss_during_recovery_from_a_power_loss(seed):
+def test_acknowledged_records_survive_power_losses_during_recovery(seed):
     world = random_log(seed)
     for _ in range(3):
         run_until_power_loss(world, 15, world.rng.randint(1, 80))
@@ -72,7 +72,7 @@ def scenario(world):
     world.restart()
 
 
-def test_power_loss_at_every_step_of_a_scenario():
+def test_acknowledged_records_survive_a_power_loss_at_each_step_of_a_scenario():
     """Each step has other surviving changes; `test_matrix.py` tries all sets at each step."""
     step = 0
     lost = True
@@ -112,7 +112,7 @@ def test_a_torn_unsynced_end_of_a_log_is_not_reported_as_damage():
 
 @pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
+def test_after_a_disk_error_the_log_continues_or_reports_the_failed_disk(seed, fault):
     world = random_log(seed)
     world.prepare()
     world.set_mark()
@@ -190,7 +190,7 @@ def append_much(world):
         world.append()
 
 
-def test_a_full_disk_rejects_appends_and_continues_reading():
+def test_a_log_on_a_full_disk_rejects_appends_and_still_serves_reads():
     world = ModeledLog(Random(3))
     world.prepare()
     world.set_mark()

@@ -173,7 +173,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("title", list(FAULTS))
-def test_a_fault_fires_its_alert_and_no_other(
+def test_a_fault_fires_exactly_its_own_alerts(
     scenario: Scenario, title: str, tmp_path: Path
 ) -> None:
     fault, cluster = FAULTS[title], scenario.cluster

@@ -208,7 +208,7 @@ def test_appends_continue_with_one_full_disk(small_cluster: tuple[Scenario, list
     scenario.check_outcomes_against_log()
 
 
-def test_three_full_disks_reject_appends_and_serve_reads(
+def test_if_all_storages_have_full_disks_appends_are_rejected_and_reads_still_work(
     small_cluster: tuple[Scenario, list[SmallDisk]],
 ):
     scenario, disks = small_cluster
@@ -232,7 +232,7 @@ def test_three_full_disks_reject_appends_and_serve_reads(
     scenario.check_outcomes_against_log()
 
 
-def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(
+def test_a_storage_reports_a_full_disk_and_refills_its_reserve_when_space_is_free(
     small_cluster: tuple[Scenario, list[SmallDisk]],
 ):
     scenario, disks = small_cluster
@@ -298,7 +298,7 @@ def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseExcept
     return errors
 
 
-def test_undecodable_nodes_end_no_daemon(scenario: Scenario):
+def test_no_daemon_ends_because_of_an_undecodable_znode(scenario: Scenario):
     """In an earlier version, a damaged node ended all storages or all servers at once."""
     hosts, _, root = scenario.cluster.connect.partition("/")
     zookeeper = KazooClient(hosts)

@@ -249,7 +249,7 @@ def in_two_partitions(bank: bank_desk.Bank, first_account: int) -> tuple[int, in
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_the_next_bank_settles_transfers_in_transit(
+def test_a_restarted_bank_settles_the_transfers_that_were_in_transit(
     scenario: Scenario, database: str, first_account: int, bank: bank_desk.Bank, is_closed: bool
 ) -> None:
     one, two = in_two_partitions(bank, first_account + (300 if is_closed else 350))

@@ -126,7 +126,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
     scenario.check_outcomes_against_log()
 
 
-def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario):
+def test_a_server_owns_all_partitions_while_it_is_their_preferred_server(scenario: Scenario):
     cluster = scenario.cluster
     one = member_address(cluster, "server-1")
     with scenario.load() as load:

@@ -212,7 +212,7 @@ def test_the_scrub_command_times_out_if_the_storage_is_silent(cluster: LocalClus
     )
 
 
-def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
+def test_bench_commands_measure_a_running_cluster_without_lost_rows(cluster: LocalCluster):
     at = ("--connect", cluster.connect, "--json")
     load = ("--seconds", "1", "--writers", "8", "--lock-pool", "2", "--interval-ms", "1")
     document = json.loads(output_of(cluster, "bench", "test-producers", *load, *at).out)
@@ -250,7 +250,7 @@ def has_caught_up(cluster: LocalCluster, name: str, last: int) -> bool:
     return (found["state"], found["last"]) == ("online", last)
 
 
-def test_all_storages_match_the_assignment(cluster: LocalCluster):
+def test_storage_commands_report_that_all_storages_match_the_assignment(cluster: LocalCluster):
     wait_until("all run", lambda: output_of(cluster, "storage", "validate").code == 0)
     validated = json_output(cluster, "storage", "validate")
     assert validated["is_healthy"]
@@ -266,7 +266,7 @@ def test_all_storages_match_the_assignment(cluster: LocalCluster):
     assert ids.keys() == {"0", "1"}
 
 
-def test_re_seed_and_recover_partition_bring_a_replica_back_in_sync(cluster: LocalCluster):
+def test_commands_re_seed_and_recover_partition_bring_a_replica_back_in_sync(cluster: LocalCluster):
     one, other = storage_addresses(cluster)[:2]
     at = ("--storage", other, "--partition", "0")
     last = append(cluster, 200)
@@ -293,7 +293,7 @@ def test_re_seed_and_recover_partition_bring_a_replica_back_in_sync(cluster: Loc
     wait_until("the replica is in sync", lambda: has_caught_up(cluster, other, last))
 
 
-def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
+def test_a_new_session_brings_a_replica_marked_suspect_back_in_sync(cluster: LocalCluster):
     name = storage_addresses(cluster)[2]
     at = ("--storage", name, "--partition", "0")
     wait_until("the replica is engaged", lambda: are_all_replicas_engaged(cluster))

@@ -56,7 +56,7 @@ def wait_until_healthy(console: ConsolePage, storage_count: int) -> None:
     expect(console.page.get_by_test_id("health-line")).to_have_text(text)
 
 
-def test_a_killed_storage_turns_red_is_replaced_through_the_page_and_turns_green(
+def test_the_console_shows_a_killed_storage_as_down_and_can_replace_it(
     browser: Browser, cluster: LocalCluster, gateway: GatewayProcess
 ):
     before = append(gateway, *(f"before {number}" for number in range(20)))
@@ -98,7 +98,7 @@ def test_a_killed_storage_turns_red_is_replaced_through_the_page_and_turns_green
     assert append(gateway, "after") == [before[-1] + 1]
 
 
-def test_the_browser_of_transactions_jumps_filters_and_follows(
+def test_the_transaction_browser_can_jump_to_an_id_filter_headers_and_follow_the_log(
     browser: Browser, gateway: GatewayProcess
 ):
     payload = json.dumps({"seat": "12F", "passenger": "<img src=x onerror=alert(1)>"})

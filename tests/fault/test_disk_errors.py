@@ -84,7 +84,7 @@ def sessions(scenario: Scenario) -> list[object]:
 # corruption
 
 
-def test_corruption_that_a_scrub_finds_is_repaired_without_a_new_store_session(
+def test_corruption_found_by_a_scrub_is_repaired_without_a_new_store_session(
     scenario: Scenario,
 ):
     path = cold_segment(scenario, "storage-2")
@@ -117,7 +117,7 @@ def test_corruption_that_a_scrub_finds_is_repaired_without_a_new_store_session(
 # errors of the disk
 
 
-def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Scenario):
+def test_a_failed_read_is_reported_and_its_records_are_repaired(scenario: Scenario):
     path = cold_segment(scenario, "storage-3")
     repaired = "waltz_storage_repaired_transactions_total"
     earlier = metric(scenario, "storage-3", repaired)
@@ -174,7 +174,7 @@ def restore_copy(scenario: Scenario, storage: str, where: Path) -> None:
     shutil.copytree(where, directory)
 
 
-def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
+def test_a_storage_restored_from_an_old_copy_has_no_vote_until_it_catches_up(
     scenario: Scenario, tmp_path: Path
 ):
     with scenario.load() as load:
@@ -194,7 +194,9 @@ def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
     scenario.check_outcomes_against_log()
 
 
-def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tmp_path: Path):
+def test_two_storages_are_no_quorum_if_one_was_restored_from_an_old_copy(
+    scenario: Scenario, tmp_path: Path
+):
     with scenario.load() as load:
         load.await_commits()
         copy_running(scenario, "storage-2", tmp_path / "old")

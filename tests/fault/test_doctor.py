@@ -398,7 +398,7 @@ def test_the_doctor_finds_a_fault_and_the_printed_command_repairs_it(
     diagnosed.check_rows(cluster.connect)
 
 
-def test_up_returns_only_when_every_zookeeper_server_is_ready(
+def test_local_up_returns_only_when_every_zookeeper_server_is_ready(
     diagnosed: DiagnosedCluster, monkeypatch: pytest.MonkeyPatch
 ):
     """Partitions can open before all storages have started; the doctor reports such storages."""

@@ -29,7 +29,7 @@ def test_four_writers_agree_with_the_log(tmp_path):
     assert "storage-2 was killed" in result.stdout
 
 
-def test_an_outcome_keeps_its_time_if_its_callback_is_late():
+def test_a_late_callback_does_not_change_the_recorded_time_of_an_outcome():
     future: Future[int] = Future()
     recorded_outcome = four_writers.RecordedOutcome("1.1", 0, "digest", sent_s=1.0)
     future.set_result(7)

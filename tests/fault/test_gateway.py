@@ -22,7 +22,7 @@ COUNT = 300
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_a_node_client_loses_and_duplicates_nothing_while_processes_are_killed(tmp_path: Path):
+def test_a_node_js_client_loses_and_duplicates_nothing_while_processes_are_killed(tmp_path: Path):
     with (
         running_cluster(tmp_path, storage_count=3, server_count=2) as cluster,
         run_gateway(cluster.connect) as first,

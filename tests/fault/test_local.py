@@ -127,7 +127,7 @@ def test_repeated_kills_of_a_cluster_lose_no_transaction_and_leave_no_process(di
     assert all(data in records for _, data in written)
 
 
-def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_started(
+def test_local_up_starts_only_missing_processes_and_local_down_stops_no_foreign_process(
     directory: Path,
 ):
     line = waltz_command("local", "up", "--directory", str(directory), *ONE_STORAGE)
@@ -170,7 +170,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
 
 
 @pytest.mark.slow
-def test_up_avoids_ports_in_use_but_never_changes_the_port_of_a_storage(directory: Path):
+def test_local_up_avoids_ports_in_use_but_never_changes_the_port_of_a_storage(directory: Path):
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in usual:
@@ -226,7 +226,7 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_up_chooses_other_ports_if_the_recorded_ports_are_in_use(directory: Path):
+def test_local_up_chooses_other_ports_if_the_recorded_ports_are_in_use(directory: Path):
     """A start that died early has recorded ports, but no process has registered their addresses."""
     cluster = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
@@ -284,7 +284,7 @@ def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_up_waits_for_every_server(directory: Path):
+def test_local_up_waits_for_every_server(directory: Path):
     slow = LocalCluster(directory, storage_count=1, server_count=2, partition_count=2)
     with ExitStack() as stack:
         stack.callback(slow.down)
@@ -314,7 +314,7 @@ with waltz_core.local.cluster(Path(sys.argv[1]), **small) as connect:
 """
 
 
-def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
+def test_an_embedded_cluster_ends_with_its_parent_process(tmp_path: Path):
     directory = tmp_path / "embedded"
     errors = tmp_path / "errors"
     with (
@@ -373,7 +373,7 @@ def test_a_directory_may_have_any_name_in_the_c_locale(
     assert list(directory.parent.iterdir()) == [directory]
 
 
-def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
+def test_local_up_reports_a_failed_zookeeper_at_once_and_quotes_the_end_of_its_log(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")

@@ -113,7 +113,9 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     assert "there is nothing to rebuild" in run_failing(cluster, *rebuild)
 
 
-def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, tmp_path: Path):
+def test_a_storage_whose_disk_lost_synced_data_does_not_count_towards_the_quorum(
+    scenario: Scenario, tmp_path: Path
+):
     """Within a session, the disk returns to the state in which it stopped syncing.
 
     Another replica is down. If the replica on this disk counted, it would be half of the quorum for
@@ -218,7 +220,9 @@ def has_no_open_partition(scenario: Scenario) -> bool:
     return len(sentences) == scenario.cluster.partition_count
 
 
-def test_the_last_disk_is_accepted_and_an_empty_storage_replaces_a_lost_storage(scenario: Scenario):
+def test_a_cluster_recovers_from_its_last_disk_with_accept_replicas_and_replace_storage(
+    scenario: Scenario,
+):
     cluster = scenario.cluster
     last, lost, other = (member_address(cluster, name) for name in STORAGES)
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:

@@ -209,7 +209,9 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed_command_is_run(
 
 
 @pytest.mark.slow
-def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(scenario: Scenario):
+def test_a_storage_ends_if_its_directory_is_deleted_and_an_empty_storage_replaces_it(
+    scenario: Scenario,
+):
     cluster, storage = scenario.cluster, member_address(scenario.cluster, "storage-2")
     with scenario.load() as load:
         load.await_commits()

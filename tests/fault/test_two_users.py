@@ -138,7 +138,9 @@ def test_a_cluster_changes_from_one_zookeeper_user_to_two_while_clients_append(
 
 @pytest.mark.parametrize("user_change", [True], indirect=True)
 @pytest.mark.slow
-def test_a_cluster_without_zookeeper_users_gets_two_while_clients_append(user_change: UserChange):
+def test_a_cluster_without_zookeeper_users_gets_two_users_while_clients_append(
+    user_change: UserChange,
+):
     """Clients restart with the members' file between the two rounds."""
     scenario = Scenario(user_change.cluster)
     with scenario.load() as load:

@@ -137,7 +137,7 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages_restart(
+def test_a_server_cut_off_from_other_servers_owns_no_partition_after_all_storages_restart(
     scenario: Scenario, tmp_path: Path
 ):
     cluster = scenario.cluster

@@ -131,7 +131,7 @@ def gap_s(load: Load, began_s: float, ended_s: float) -> float:
     return max(b - a for a, b in pairwise([began_s, *reported, ended_s]))
 
 
-def test_the_connect_string_names_all_nodes(scenario: Scenario):
+def test_the_connect_string_of_a_local_cluster_names_all_zookeeper_servers(scenario: Scenario):
     cluster = scenario.cluster
     assert [member.name for member in cluster.zookeepers] == [f"zookeeper-{n}" for n in (1, 2, 3)]
     hosts = ",".join(f"127.0.0.1:{member.port}" for member in cluster.zookeepers)
@@ -181,7 +181,7 @@ def test_the_loss_of_the_leading_zookeeper_server_interrupts_no_append(scenario:
     scenario.check_outcomes_against_log()
 
 
-def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partition(
+def test_no_append_is_rejected_and_no_partition_moves_while_zookeeper_is_down(
     scenario: Scenario,
 ):
     cluster = scenario.cluster
@@ -340,7 +340,7 @@ def error_of(*words: str) -> str:
     return result.stderr
 
 
-def test_a_cluster_is_protected_and_then_rejects_other_users(
+def test_a_protected_cluster_rejects_other_zookeeper_users(
     tmp_path: Path,
     auth_file: Path,
     cluster_of: Callable,  # type: ignore[type-arg]

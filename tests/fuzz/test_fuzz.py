@@ -42,7 +42,7 @@ def test_changed_and_random_bytes_give_a_value_or_a_declared_error(decoder):
 
 
 @each_decoder
-def test_the_first_seed_is_decoded(decoder):
+def test_each_decoder_decodes_its_first_seed(decoder):
     seed = decoder.all_seeds()[0]
     decoder.decode(seed)
     assert decoder.seal is None or decoder.seal(seed) == seed

@@ -117,7 +117,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("message", BY_HAND, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("version", [0, 1])
-def test_each_type_has_the_bytes_of_the_specification(message, version):
+def test_each_message_type_has_the_bytes_of_the_specification(message, version):
     payload = bytes.fromhex(BY_HAND[message])
     frame = b"A" + struct.pack(">hi", version, len(payload)) + payload
     assert b"".join(codec.encode(message, version)) == frame

@@ -105,7 +105,7 @@ def original_directory(tmp_path):
 
 
 @pytest.mark.parametrize("without_index", [False, True])
-def test_a_directory_of_waltz_0_13_is_inherited_with_its_files_unchanged(tmp_path, without_index):
+def test_opening_a_0_13_directory_changes_no_record_and_no_index_entry(tmp_path, without_index):
     original_directory(tmp_path)
     seg, idx = (tmp_path / "0" / f"{'0' * 19}.{suffix}" for suffix in ("seg", "idx"))
     before = seg.read_bytes(), idx.read_bytes()

@@ -118,7 +118,7 @@ def test_corruption_anywhere_in_a_0_13_directory_is_found(storage):
         flip_byte(path, at)
 
 
-def test_an_adopted_directory_passes_the_verification(storage):
+def test_a_0_13_directory_opened_by_this_version_passes_the_verification(storage):
     engine = StorageEngine.open(
         RealDisk(),
         storage,

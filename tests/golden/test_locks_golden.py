@@ -11,7 +11,7 @@ from waltz_core.server.locking.lock_table import slot_indices
 EXAMPLES = json.loads((Path(__file__).parent / "locks.json").read_text(encoding="utf-8"))
 
 
-def test_the_file_has_at_least_ten_examples() -> None:
+def test_the_golden_file_of_locks_has_at_least_ten_examples() -> None:
     assert len(EXAMPLES) >= 10
 
 

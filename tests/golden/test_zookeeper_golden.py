@@ -101,7 +101,7 @@ def encode(value: object, path: str) -> bytes:
     return value.to_bytes()
 
 
-def test_the_file_has_every_kind_of_node():
+def test_the_golden_file_has_znodes_of_every_kind():
     assert len(CAPTURED) == 35
     assert len(VECTORS) == 12
     assert {entry["decoded"]["kind"] for entry in CAPTURED} == set(MEANINGS)

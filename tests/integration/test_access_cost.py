@@ -31,7 +31,7 @@ def test_only_the_client_with_the_token_may_append(tmp_path: Path, certificates:
 
 
 @pytest.mark.slow
-def test_limits_hold_for_greedy_tenants_of_each_kind(
+def test_a_greedy_tenant_of_any_kind_exceeds_its_limit_and_a_moderate_tenant_does_not(
     tmp_path: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ):
     file = tmp_path / "tls.toml"

@@ -72,7 +72,7 @@ def check_feed_error_names_object(
 
 
 @pytest.mark.slow
-def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
+def test_a_corrupt_object_is_named_and_replaced_if_a_storage_has_its_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     url = f"file://{tmp_path}/archive"

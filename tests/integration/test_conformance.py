@@ -18,7 +18,7 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=lambda i: SCENARIOS[i].__name__)
-def test_scenario(number: int, connect: str):
+def test_a_real_cluster_fulfills_the_client_contract(number: int, connect: str):
     world = ScenarioSetup(lambda: WaltzClient(connect), number % 4)
     SCENARIOS[number](world)
     assert is_log_complete(world)

@@ -107,7 +107,7 @@ LATER_KILLS = [
 
 
 @pytest.mark.parametrize(("step", "passes"), [*((step, 0) for step in KILL_STEPS), *LATER_KILLS])
-def test_a_follower_that_is_killed_at_a_step_continues(
+def test_a_follower_continues_after_a_kill_at_any_step(
     written: WrittenLog, tmp_path: Path, step: str, passes: int
 ):
     table = tmp_path / "table"
@@ -227,7 +227,7 @@ def test_tables_can_be_added_to_a_follower(written: WrittenLog, tables: Path, tm
 
 
 @pytest.mark.parametrize(("step", "passes"), [("after apply", 1), ("after apply", 4)])
-def test_a_follower_that_is_killed_between_the_commits_of_tables_continues(
+def test_a_follower_continues_after_a_kill_between_the_commits_of_its_tables(
     written: WrittenLog, tables: Path, tmp_path: Path, step: str, passes: int
 ):
     command = [sys.executable, "-m", "tests.integration.killed_follower", step, str(passes)]
@@ -263,7 +263,7 @@ def test_an_interrupt_ends_a_follower(written: WrittenLog, tmp_path: Path):
     check_versions(written, table)
 
 
-def test_two_followers_at_once_apply_each_batch_once(
+def test_two_concurrent_followers_apply_each_batch_once(
     written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     table = tmp_path / "table"
@@ -306,7 +306,7 @@ def test_batches_without_changes_are_committed_once_at_the_end(
     check_versions(written, table)
 
 
-def test_after_a_restore_another_follower_continues_from_its_marks(
+def test_after_a_table_restore_a_new_follower_continues_from_the_restored_marks(
     written: WrittenLog, tmp_path: Path
 ):
     table = tmp_path / "table"
@@ -423,7 +423,9 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
     assert sorted(rows) == list(range(first, count_all))
 
 
-def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClient, tmp_path: Path):
+def test_follow_reads_avro_payloads_with_a_registry_if_their_columns_are_declared(
+    written: WrittenLog, client: WaltzClient, tmp_path: Path
+):
     fields = [{"name": "id", "type": "long"}, {"name": "owner", "type": ["null", "string"]}]
     record = {"type": "record", "name": "account", "fields": fields}
     with run_schema_registry() as registry:

@@ -245,7 +245,7 @@ def test_a_thousand_connections_to_the_pages_of_a_daemon_do_not_stop_a_client(
 
 
 @pytest.mark.parametrize("protocol", [WireProtocol.CLIENT, WireProtocol.STORAGE])
-def test_announced_frames_without_their_bytes_take_no_memory(
+def test_the_announced_length_of_a_frame_allocates_no_memory_before_its_bytes_arrive(
     access: ClusterAccess, protocol: WireProtocol
 ):
     """A principal with `append` or `replicate` may send large frames."""

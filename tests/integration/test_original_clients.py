@@ -114,7 +114,7 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
     run(main())
 
 
-def test_a_0_13_client_with_a_reset_connection_count_retries_with_higher_numbers() -> None:
+def test_a_0_13_client_with_a_reset_connection_number_reconnects_until_it_is_accepted() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             earlier = await original.Wire.open(server.address)
@@ -168,7 +168,7 @@ def test_a_reader_continues_when_its_server_owns_the_partition_again(
     run(main())
 
 
-def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
+def test_counters_stay_right_if_clients_notice_late_that_a_partition_moved_and_returned() -> None:
     async def main() -> None:
         async with cluster(2) as (world, first), contextlib.AsyncExitStack() as stack:
             models = [
@@ -204,7 +204,7 @@ def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
     run(main())
 
 
-def test_a_mark_above_the_log_is_reported_even_after_its_mount_ended() -> None:
+def test_a_client_ahead_of_the_log_is_informed_even_after_its_mount_has_ended() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             generation = int(server.hosts[PartitionId(0)].partition.generation)

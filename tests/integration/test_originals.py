@@ -167,7 +167,7 @@ def test_captured_requests_get_the_captured_answers() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_version_mounts_appends_and_reads(
+def test_clients_of_each_version_can_mount_append_and_read(
     version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:

@@ -207,7 +207,7 @@ def replicas(access: ClusterAccess) -> ReplicaSet:
 
 
 @IS_LINUX
-def test_an_open_file_is_passed_for_the_ticket_of_an_open_connection_only(
+def test_an_open_file_is_passed_only_for_a_ticket_whose_connection_is_open(
     access: ClusterAccess, replicas: ReplicaSet
 ):
     async def main():
@@ -335,7 +335,7 @@ class RecordingCallbacks(Callbacks):
         self.applied.append(transaction.data())
 
 
-def test_an_append_command_with_permission_for_some_partitions_prints_the_appended_ids(
+def test_a_partly_denied_append_command_prints_the_ids_of_the_appended_transactions(
     access: ClusterAccess,
 ):
     connect = access.connect("writer")

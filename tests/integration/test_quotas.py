@@ -88,7 +88,7 @@ def moderate_appends(access: ClusterAccess) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: ClusterAccess):
+def test_a_greedy_appender_is_slowed_to_its_limit_and_its_rows_stay_in_order(access: ClusterAccess):
     access.write(with_limits(bytes_per_s=LIMIT_BYTES_PER_S))
     partition, rows = PARTITIONS[GREEDY], 30
     # The size of the first request is the limit for six seconds, so the second request exceeds the
@@ -115,7 +115,7 @@ def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: ClusterAcc
 
 
 @pytest.mark.parametrize("at_storages", [False, True])
-def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool):
+def test_a_greedy_reader_is_slowed_to_its_limit(access: ClusterAccess, at_storages: bool):
     access.write(PERMISSIONS)
     partition, rows = PARTITIONS[GREEDY], 100
     with WaltzClient(access.connect(GREEDY)) as client:
@@ -133,7 +133,7 @@ def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool
     assert took_s >= count / (2 * LIMIT_BYTES_PER_S) - 2.5
 
 
-def test_a_greedy_feed_gets_its_limit_while_its_principal_appends(access: ClusterAccess):
+def test_a_greedy_feed_is_slowed_to_its_limit_while_its_principal_appends(access: ClusterAccess):
     access.write(PERMISSIONS)
     partition, rows, limit = PARTITIONS[GREEDY], 10_000, 40_000
     locks: list[tuple[int, ...]] = [()] * rows

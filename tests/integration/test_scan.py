@@ -81,7 +81,7 @@ def test_polars_duckdb_and_pandas_read_a_scan(client: WaltzClient):
     assert client.scan(0, schema=columns).read_pandas()["id"].sum() == expected
 
 
-def test_duckdb_may_stop_early_and_reports_the_transaction_of_an_error(client: WaltzClient):
+def test_duckdb_can_stop_a_scan_early_and_its_error_names_the_transaction(client: WaltzClient):
     log = client.scan(schema=SCHEMA)  # noqa: F841 - as above
     assert len(duckdb.sql("SELECT id FROM log LIMIT 3").fetchall()) == 3
     wrong = client.scan(0, schema=pa.schema([("id", pa.string())]))  # noqa: F841 - as above
@@ -89,7 +89,7 @@ def test_duckdb_may_stop_early_and_reports_the_transaction_of_an_error(client: W
         duckdb.sql("SELECT * FROM wrong").fetchall()
 
 
-def test_a_client_that_closes_ends_the_reads_of_open_readers(cluster: LocalCluster):
+def test_closing_a_client_ends_the_reads_of_its_open_readers(cluster: LocalCluster):
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         reader = client.scan(0)
         assert reader.read_next_batch().num_rows > 0
@@ -98,7 +98,9 @@ def test_a_client_that_closes_ends_the_reads_of_open_readers(cluster: LocalClust
     reader.close()
 
 
-def test_export_to_each_format(cluster: LocalCluster, tmp_path: Path):
+def test_an_export_in_each_format_contains_the_selected_transactions_and_columns(
+    cluster: LocalCluster, tmp_path: Path
+):
     common = ["client", "export", "--connect", cluster.connect, "--partition", "1", "--first", "7"]
     common += ["--last", "9", "--column", "transaction_id", "--column", "id:int64"]
     for each in ("parquet", "csv", "json"):
@@ -116,7 +118,7 @@ def test_export_to_each_format(cluster: LocalCluster, tmp_path: Path):
     assert piped.stdout == (tmp_path / "csv").read_text()
 
 
-def test_an_export_that_fails_leaves_no_file(cluster: LocalCluster, tmp_path: Path):
+def test_a_failed_export_leaves_no_file(cluster: LocalCluster, tmp_path: Path):
     result = run_command(
         *["client", "export", "--connect", cluster.connect, "--format", "json"],
         *["--column", "id:string", "--output", str(tmp_path / "out")],

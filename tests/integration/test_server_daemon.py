@@ -193,7 +193,7 @@ async def ids(answer: "asyncio.Future[ClientMessage]") -> list[int]:
     return found
 
 
-def test_a_client_appends_reads_and_flushes() -> None:
+def test_a_client_can_append_read_and_flush() -> None:
     async def main() -> None:
         async with cluster() as (world, server):
             client = await connect(server)
@@ -292,7 +292,7 @@ def test_requests_without_a_partition_are_answered_by_the_server() -> None:
     run(main())
 
 
-def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
+def test_a_server_reports_the_latency_of_its_storages_and_which_append_was_slow(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
@@ -458,7 +458,7 @@ def test_a_server_is_ready_once_it_has_registered_and_its_partitions_are_open() 
     run(main())
 
 
-def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> None:
+def test_the_former_owner_of_a_moved_partition_answers_not_owned_and_keeps_no_state() -> None:
     async def main() -> None:
         async with cluster(2) as (world, first):
             client = await connect(first)
@@ -484,7 +484,7 @@ def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> 
     run(main())
 
 
-def test_a_client_that_never_reads_uses_bounded_memory_and_slows_no_other() -> None:
+def test_a_client_that_never_reads_needs_bounded_memory_and_slows_no_other_client() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             writer, slow_reader = await connect(server), await connect(server, BOB)

@@ -90,7 +90,7 @@ def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_
     on_loop(main())
 
 
-def test_a_storage_ends_although_a_call_of_the_store_hangs(tmp_path, monkeypatch):
+def test_a_storage_ends_although_a_call_to_the_object_store_hangs(tmp_path, monkeypatch):
     settings = {"archive_url": f"file://{tmp_path}/archive", "archive_age_ms": 0}
     store = HangingStore(monkeypatch, "open_sink")
 

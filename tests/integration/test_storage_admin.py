@@ -169,7 +169,7 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
     on_loop(main())
 
 
-def test_a_tool_of_0_13_reads_its_fields(tmp_path):
+def test_answers_to_a_0_13_tool_have_the_fields_that_the_tool_reads(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), session(address, 5) as owner:
             await fill(owner)
@@ -290,7 +290,7 @@ def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_p
 # with ZooKeeper
 
 
-def test_a_partition_is_removed_only_when_zookeeper_and_the_session_released_it(
+def test_a_storage_removes_a_partition_only_after_zookeeper_and_the_session_release_it(
     tmp_path, zookeeper
 ):
     connect = f"{zookeeper}/storage-admin"

@@ -218,7 +218,7 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
         assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
 
-def test_a_storage_does_not_run_without_its_assertions(tmp_path):
+def test_a_storage_does_not_start_if_python_disables_assertions(tmp_path):
     program = (
         "from waltz_core.storage.process.storage_daemon import run\n"
         "from waltz_core.config.declarations import StorageConfig\n"
@@ -355,7 +355,9 @@ async def at_an_append(storage, append_started):
             yield owner, stop
 
 
-def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path, monkeypatch):
+def test_unfinished_work_keeps_the_storage_directory_locked_after_the_shutdown(
+    tmp_path, monkeypatch
+):
     """An append occupies the only thread, so no work of the shutdown may need this thread."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, append_started, may_continue, ended = Work.run, *(threading.Event() for _ in range(3))
@@ -541,7 +543,7 @@ async def assign(coordinator, *replicas):
     await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
 
 
-def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
+def test_a_storage_removed_from_the_cluster_registers_again_when_it_is_added_back(
     tmp_path, zookeeper, caplog
 ):
     connect = f"{zookeeper}/storage-again"
@@ -627,7 +629,7 @@ def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zooke
     on_loop(main())
 
 
-def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, monkeypatch):
+def test_a_health_page_does_not_block_the_event_loop_while_the_disk_hangs(tmp_path, monkeypatch):
     is_requested, may_answer = threading.Event(), threading.Event()
     disk_status_of = admin_execution.disk_status_of
 
@@ -736,7 +738,7 @@ def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped
     on_loop(main())
 
 
-def test_a_partition_that_cannot_be_opened_affects_no_other_partition_and_is_opened_later(
+def test_a_partition_that_fails_to_open_affects_no_other_partition_and_opens_later(
     tmp_path, monkeypatch
 ):
     async def main():
@@ -769,7 +771,7 @@ def test_a_partition_that_cannot_be_opened_affects_no_other_partition_and_is_ope
     on_loop(main())
 
 
-def test_a_scrub_that_is_requested_finds_corruption_and_continues_after_a_restart(tmp_path):
+def test_a_requested_scrub_finds_corruption_and_continues_after_a_restart(tmp_path):
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -859,7 +861,7 @@ def test_a_range_is_archived_and_a_store_that_fails_is_reported(tmp_path):
         (SuccessResponse(5, 1, 0), ""),
     ],
 )
-def test_damage_of_the_archive_that_a_read_finds_is_reported(
+def test_a_storage_reports_damage_of_the_archive_that_a_read_has_found(
     tmp_path, monkeypatch, outcome, damage
 ):
     async def main():

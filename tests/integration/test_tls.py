@@ -116,7 +116,7 @@ def test_the_doctor_does_not_suggest_to_stop_a_process_if_tls_fails(cluster: Loc
     assert result.returncode == 0, result.stdout
 
 
-def test_a_0_13_program_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(
+def test_a_0_13_program_with_a_certificate_reaches_servers_and_storages_over_tls_1_2(
     cluster: LocalCluster, certificates: Certificates
 ):
     """A 0.13 program uses TLS 1.2, verifies no certificate, and then sends a hello."""

@@ -83,7 +83,7 @@ async def world_at(host: str) -> AsyncIterator[RealWorld]:
     SCENARIOS + write_registry_contract.SCENARIOS,
     ids=lambda scenario: scenario.__name__,
 )
-def test_scenario(scenario, zookeeper):
+def test_coordinators_fulfill_their_contract_with_a_real_zookeeper(scenario, zookeeper):
     async def run():
         async with world_at(zookeeper) as world:
             await scenario(world, f"/scenarios/{scenario.__name__}")
@@ -115,7 +115,7 @@ def test_the_session_timeout_is_the_negotiated_value(zookeeper):
     asyncio.run(run())
 
 
-def test_a_loop_that_hangs_loses_its_session_and_is_notified(zookeeper):
+def test_a_hanging_event_loop_loses_its_zookeeper_session_and_is_notified(zookeeper):
     async def run():
         other = KazooClient(zookeeper)
         other.start()
@@ -179,7 +179,7 @@ def test_a_session_is_closed_although_no_thread_can_be_started(zookeeper, monkey
     other.close()
 
 
-def test_a_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatch):
+def test_a_host_name_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatch):
     async def body():
         async with world_at(zookeeper.replace("127.0.0.1", "localhost")) as world:
             session = await world.znodes()
@@ -368,7 +368,7 @@ def test_a_value_over_the_servers_limit_is_not_reported_as_written(zookeeper):
     asyncio.run(run())
 
 
-def test_coordinators_follow_znodes_again_after_zookeeper_was_killed_and_restarted(
+def test_coordinators_watch_znodes_again_after_zookeeper_was_killed_and_restarted(
     own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
 ):
     async def run():

@@ -272,7 +272,7 @@ def test_an_auth_file_with_one_user_still_protects_the_znodes(users: ZooKeeperUs
 # --- nodes that another user has created before
 
 
-def test_first_and_imported_permissions_set_the_access_lists(users: ZooKeeperUsers):
+def test_creating_or_importing_permissions_sets_the_access_lists_of_znodes(users: ZooKeeperUsers):
     """A member may create nodes below `R/x`, also those of administrators."""
     root, new = "/created-before", "/new-permissions"
     found = Permissions(1, "ops", 0, bytes(32))

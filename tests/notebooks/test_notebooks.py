@@ -16,7 +16,7 @@ from tests.notebooks.notebooks import (
 pytestmark = pytest.mark.notebook
 
 
-def test_every_notebook_has_an_expectation():
+def test_every_notebook_has_a_check_of_its_results():
     assert list(EXPECTED) == NOTEBOOK_NAMES
 
 

@@ -86,7 +86,7 @@ def spoil(file: Path, fault: str) -> None:
     st.integers(1, 9),
     st.sampled_from((1, 30, 10**6)),
 )
-def test_a_stream_and_a_batch_have_the_rows_of_a_replay(
+def test_streamed_and_batch_change_feeds_have_the_rows_of_a_replay(
     transactions: list[Transaction],
     start: int,
     turns: list[Turn],

@@ -48,7 +48,7 @@ def test_a_filtered_feed_advances_over_all_ids_and_delivers_matching_transaction
     assert over > 100
 
 
-def test_without_faults_every_row_is_settled_and_fed():
+def test_without_faults_every_row_gets_an_outcome_and_is_delivered_by_the_feed():
     world = ModelWorld(Random(1), wants_feed=True)
     for _ in range(20):
         world.append()

@@ -102,7 +102,7 @@ def check_history(views: list) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_membership_settles_after_any_faults(seed):
+def test_all_members_agree_on_the_registered_servers_after_any_faults(seed):
     async def run():
         random = Random(seed)
         zookeeper = SlowZooKeeper(random)

@@ -111,7 +111,7 @@ def test_any_value_of_a_variable_kind_round_trips(kind, data):
 
 @given(any_message(), st.data())
 @settings(max_examples=300)
-def test_damaged_bytes_decode_or_are_an_error_of_the_peer(case, data):
+def test_damaged_bytes_are_decoded_or_reported_as_an_error_of_the_peer(case, data):
     protocol, version, message = case
     payload = bytearray(b"".join(codec.encode(message, version))[7:])
     cut = data.draw(st.integers(0, len(payload)))

@@ -52,7 +52,7 @@ framed = st.builds(
 
 
 @given(st.binary(max_size=100) | framed | st.binary().map(lambda rest: b"\xc1" + rest))
-def test_any_bytes_are_a_value_or_a_typed_error(data):
+def test_any_bytes_decode_to_a_value_or_raise_bad_format(data):
     try:
         value = Zstd(BYTES).deserialize(data)
     except errors.BadFormat:
@@ -93,7 +93,7 @@ def test_a_payload_that_would_unpack_to_gigabytes_allocates_nothing():
     assert pa.total_allocated_bytes() == before
 
 
-def test_limits_are_reported():
+def test_an_invalid_level_or_a_too_large_payload_is_reported():
     with pytest.raises(errors.BadRequest, match="1 to 22, found 23"):
         Zstd(BYTES, level=23)
     with pytest.raises(errors.TooLarge, match="before compression"):

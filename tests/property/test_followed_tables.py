@@ -199,7 +199,7 @@ def up_to(rows: list[tuple], marks: dict[int, int]) -> list[tuple]:
 
 
 @given(LOGS, st.lists(st.integers(0, 3), min_size=90, max_size=90))
-def test_last_changes_can_be_merged_from_parts_in_any_order(log, parts):
+def test_the_last_changes_of_parts_merge_to_the_same_result_in_any_order(log, parts):
     changes = compute_changes(table_of(rows_of(log), []), RULES)
     part_of = pa.array(parts[: changes.num_rows])
     pieces = [changes.filter(pc.equal(part_of, part)) for part in range(4)]

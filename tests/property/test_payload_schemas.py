@@ -173,7 +173,7 @@ def test_any_value_round_trips_and_fastavro_reads_it(pair):
 
 
 @given(schemas_and_values())
-def test_the_bytes_that_fastavro_writes_are_read(pair):
+def test_bytes_written_by_fastavro_are_decoded_to_the_same_value(pair):
     schema, value = pair
     if not is_supported(schema):
         return

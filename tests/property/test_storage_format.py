@@ -69,7 +69,7 @@ SEGMENT_HEADERS = st.builds(SegmentHeader, INT64, B16, INT32, IDS)
 
 
 @given(SLOTS, st.none() | st.integers(0, (1 << 32) - 2))
-def test_slots_round_trip(slot, back):
+def test_control_slots_round_trip(slot, back):
     if back is not None and back <= slot.last_session:
         slot = replace(slot, engaged=slot.last_session - back)
     assert len(slot.encode()) == SLOT_BYTES
@@ -112,7 +112,7 @@ def test_segment_names_round_trip(first, suffix):
 
 
 @given(st.text(max_size=30))
-def test_any_other_file_name_is_not_a_segment_name(name):
+def test_only_canonical_file_names_are_parsed_as_segment_names(name):
     found = first_id_in_name(name)
     assert found is None or segment_name(found, ".seg") == name
 

@@ -126,7 +126,7 @@ def kinds(hands, answer):
     }
 
 
-def test_accepted_administration_loses_nothing():
+def test_administrative_requests_that_a_storage_accepts_lose_no_data():
     done_kinds, rejected_kinds, answers = set(), set(), 0
     for seed in range(SEEDS):
         try:

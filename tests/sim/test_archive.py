@@ -136,7 +136,7 @@ def test_an_upload_detects_a_file_that_was_written_wrong(world):
     world.wait_for("archived")
 
 
-def test_a_file_that_is_changed_later_is_restored(world):
+def test_a_stored_file_that_is_corrupted_later_is_repaired(world):
     before = dict(world.archive.files)
     assert archive_faults.corrupt_object(world.cluster, FirstChoice(roll=0.9))
     (name,) = world.archive.original_files
@@ -236,7 +236,7 @@ def test_a_requested_expiry_moves_the_first_available_id(expiring):
     assert expiring.cluster.coordinator.marker.archived.first == first
 
 
-def test_the_fault_requests_an_expiry_only_where_objects_may_expire(world, expiring):
+def test_the_fault_expire_objects_requests_an_expiry_only_if_objects_may_expire(world, expiring):
     assert not archive_faults.expire_objects(world.cluster, FirstChoice())
     assert archive_faults.expire_objects(expiring.cluster, FirstChoice())
     assert expiring.counts["archived objects expired"] == 0
@@ -244,7 +244,7 @@ def test_the_fault_requests_an_expiry_only_where_objects_may_expire(world, expir
     expiring.wait_for("archived objects expired")
 
 
-def test_the_policy_lets_objects_expire():
+def test_the_retention_policy_lets_objects_expire():
     world = World(expires=True, archive_retention_ms=50)
     world.wait_for("archived objects expired")
     assert world.cluster.coordinator.marker.archived.first > 0
@@ -258,7 +258,7 @@ def test_expired_objects_are_deleted_after_the_grace_period(expiring):
     assert expiring.cluster.world.now_ms - began_ms > expiring.archive.expiry_grace_ms - 100
 
 
-def test_all_objects_expire_while_outcomes_are_unknown():
+def test_a_cluster_recovers_if_all_objects_expire_while_outcomes_are_unknown():
     world = World(expires=True, clients=4)
     world.wait_for("archived", 3)
     assert archive_faults.expire_rows_in_doubt(world.cluster, Random(2))
@@ -303,7 +303,7 @@ def test_a_restored_partition_continues_its_log(seed):
 # ---- losses by operators and ZooKeeper
 
 
-def test_zookeeper_loses_the_newest_mark_of_a_session():
+def test_uploads_continue_after_zookeeper_loses_the_newest_archived_mark():
     world = World(is_unbounded=True, checkpoint_interval_count=1 << 30)
     world.wait_for("archived", 3)
     before = world.cluster.coordinator.marker.archived
@@ -317,7 +317,7 @@ def test_zookeeper_loses_the_newest_mark_of_a_session():
     assert names - {entry.name for entry in listed(world)}
 
 
-def test_marks_are_lost_only_where_zookeeper_may_lose_data(world):
+def test_the_fault_lose_marks_does_nothing_unless_zookeeper_may_lose_data(world):
     archive_faults.lose_marks(world.cluster, FirstChoice())
     world.wait_for("archived", 2)
     assert not world.counts["fault lose_marks"]
@@ -339,7 +339,7 @@ def test_no_session_opens_with_a_log_that_ends_below_the_archived_mark(restarts)
 # ---- crashes
 
 
-def test_a_replica_that_was_reset_does_not_decide_without_the_rest_of_its_quorum():
+def test_a_reset_replica_does_not_decide_a_log_without_the_rest_of_its_quorum():
     world = World(servers=1)
     world.wait_for("archived", 3)
     archive_faults.lose_a_reset_replica(world.cluster, Random(1))
@@ -349,7 +349,7 @@ def test_a_replica_that_was_reset_does_not_decide_without_the_rest_of_its_quorum
     assert world.counts["replica reset"] >= 1
 
 
-def test_power_is_lost_while_a_segment_is_removed(world):
+def test_a_storage_opens_after_a_power_loss_during_the_removal_of_a_segment(world):
     for _ in world.cluster.storages:
         archive_faults.power_loss_at_removal(world.cluster, Random(1))
     world.wait_for("fault power_loss_at_removal")

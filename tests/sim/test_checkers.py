@@ -138,7 +138,7 @@ def test_checker_fork_detects_two_chains_at_one_committed_id(world):
         world.checks.outcomes.on_log_exposed(world.history.last, bytes(16))
 
 
-def test_a_log_that_lacks_committed_batches_is_a_fork(world):
+def test_checker_fork_detects_a_log_that_lacks_committed_batches(world):
     history, last = world.history, world.history.last + 1
     rows = (*history.log, HistoryRow((9, 9), 9))
     node = BatchNode(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
@@ -241,7 +241,7 @@ def test_checker_meta_shape_detects_states_written_by_another_server(world):
         world.report_write(world.coordinator.metadata, server="server9")
 
 
-def test_an_unclaimed_session_is_never_used(world):
+def test_checker_single_writer_detects_a_request_of_an_unclaimed_session(world):
     with fails("SingleWriter"):
         world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
 
@@ -484,14 +484,14 @@ def rot(world):
     world.storage.disk.flip_bits(path, 128 + 30)
 
 
-def test_checker_fixed_detects_corruption_at_the_end():
+def test_checker_fixed_detects_a_corrupt_record_at_the_end_of_a_run():
     world = World(is_over=True)
     rot(world)
     with fails("Fixed"):
         world.checks.check_final_state()
 
 
-def test_checker_fixed_detects_corruption_at_intervals(world):
+def test_checker_fixed_detects_a_corrupt_record_during_a_run(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.check_log_state(world.storage, log)
@@ -632,7 +632,7 @@ def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_ma
         world.report_answer(m.HighWaterMarkResponse(QUESTION, last - 5))
 
 
-def test_a_proven_mark_covers_earlier_acknowledgements(world):
+def test_checker_stale_mark_detects_a_linearizable_mark_below_an_acknowledged_id(world):
     last = world.history.last
     world.checks.responses.on_acknowledged(last)
     request = m.ReplicasRequest(QUESTION, linearizable=True)
@@ -656,7 +656,7 @@ def test_a_flush_covers_all_earlier_appends(world):
 
 
 @pytest.mark.parametrize("loss", [m.RowOutcomeCode.LOST, m.RowOutcomeCode.NO_SPACE])
-def test_nothing_overtakes_a_lost_row(world, loss):
+def test_checker_overtaken_detects_a_commit_after_a_lost_row_of_the_same_mount(world, loss):
     mark = world.history.last
     behind = replace(
         outcome(m.RowOutcomeCode.COMMITTED, transaction_id=mark),
@@ -776,7 +776,7 @@ def written_lock(world):
     )
 
 
-def test_checker_lock_bound_detects_a_lock_below_its_writer(world):
+def test_checker_lock_bound_detects_a_lock_entry_below_its_last_writer(world):
     lock = written_lock(world)
     world.checks.locks.check_lock(world.owner, lock)
     world.owner.partition.pipeline._lock_table = LockTable(1009, -1)
@@ -1103,7 +1103,7 @@ def test_checker_archive_mono_detects_an_archived_mark_of_an_unsettled_session(a
         report_archived_mark(archived, stamp_ms=1)
 
 
-def test_only_the_log_is_archived(archived):
+def test_checker_archive_mono_detects_an_archived_mark_above_the_log(archived):
     with fails("ArchiveMono"):
         report_archived_mark(archived, last=archived.history.last + 1)
 
@@ -1223,7 +1223,7 @@ def test_expired_objects_stay_for_the_grace_period(expiring):
         expiring.checks.on_archive_file_deleted(later)
 
 
-def test_a_read_is_rejected_only_with_the_first_available_id(expiring):
+def test_checker_expired_detects_a_wrongly_rejected_read(expiring):
     first = first_end(expiring)
     report_expiry(expiring, first, first)
     checks = expiring.checks
@@ -1254,7 +1254,7 @@ def test_nothing_is_written_or_deleted_for_another_cluster(archived):
         archived.checks.on_archive_file_deleted(name)
 
 
-def test_a_rollback_of_zookeeper_deletes_nothing_that_a_log_has_removed(archived):
+def test_after_a_zookeeper_rollback_objects_with_records_removed_from_a_log_are_kept(archived):
     checks = archived.checks.archive
     name, entry = next(iter(checks._listed_objects.items()))
     archived.sessions.on_zookeeper_rewritten()

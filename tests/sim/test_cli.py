@@ -48,7 +48,7 @@ def test_an_invalid_schedule_file_is_rejected(capsys, tmp_path, text):
     assert "schedule: expected" in capsys.readouterr().err
 
 
-def test_a_kind_of_fault_that_is_not_known_is_rejected(capsys, tmp_path):
+def test_an_unknown_kind_of_fault_is_rejected(capsys, tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(Schedule(1, faults=(Fault(1_000, "earthquake", 7),)).to_json())
     assert main(["--schedule", str(path)]) == 1
@@ -100,7 +100,7 @@ def test_a_failing_seed_is_reported_with_the_command_that_replays_it(capsys, tmp
     assert "seed 9 broke Fork: two chains at 3\n  python -m waltz_sim --seed 9\n" in captured.err
 
 
-def test_a_world_is_repaired_after_the_given_number_of_steps(capsys):
+def test_option_steps_limits_the_steps_before_the_simulated_cluster_is_repaired(capsys):
     words = ["--seed", "3", "--json"]
     assert main([*words, "--steps", "300"]) == 0
     short = json.loads(capsys.readouterr().out)
@@ -110,7 +110,7 @@ def test_a_world_is_repaired_after_the_given_number_of_steps(capsys):
     assert ScheduleGenerator(300).command(3) == "python -m waltz_sim --seed 3 --steps 300"
 
 
-def test_a_rough_run_of_a_seed_differs_and_is_reported_as_rough(capsys):
+def test_option_rough_changes_the_run_of_a_seed_and_is_in_the_replay_command(capsys):
     words = ["--seed", "4", "--json"]
     assert main([*words, "--rough"]) == 0
     rough = json.loads(capsys.readouterr().out)
@@ -129,7 +129,7 @@ def test_a_rough_run_of_a_seed_differs_and_is_reported_as_rough(capsys):
     assert {kind.setup.segment_bytes_max for kind in kinds} >= {600, 1_200, 2_048}
 
 
-def test_the_cpu_time_and_the_steps_per_second_and_core_are_reported(capsys):
+def test_the_cpu_time_and_the_steps_per_core_and_second_are_reported(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
     output = capsys.readouterr().out.splitlines()[-1]
     assert " s of CPU time; per second and core: " in output

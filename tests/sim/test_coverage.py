@@ -64,7 +64,7 @@ def test_many_seeds_must_try_all_states_and_faults():
     assert not quiet.is_good
 
 
-def test_a_kind_of_fault_that_never_fires_fails_the_run():
+def test_the_run_fails_if_a_kind_of_fault_never_fires():
     sums = everything(SEEDS_MIN)
     sums.counts["fault kill_storage"] = 0
     assert sums.find_missing() == ["fault kill_storage"]

@@ -80,7 +80,7 @@ def test_an_incomplete_log_is_not_marked_before_zookeeper_is_written():
     repair_and_count(cluster)
 
 
-def test_the_former_order_of_writes_opens_a_partition_without_acknowledged_rows():
+def test_marking_a_log_before_the_write_to_zookeeper_may_lose_acknowledged_rows():
     with broken(marked_before_zookeeper.__name__):
         cluster = lost_end()
         assert accept(cluster, A) is None

@@ -71,7 +71,7 @@ def test_every_kind_of_fault_has_a_weight_and_a_description():
 # ---- the budget
 
 
-def test_the_budget_permits_data_loss_on_one_replica_until_its_repair():
+def test_the_fault_budget_permits_data_loss_on_one_replica_until_its_repair():
     cluster = settled_cluster()
     victim, other = cluster.storages[A], cluster.storages[B]
     assert cluster.budget.may_lose_data(victim)
@@ -83,7 +83,7 @@ def test_the_budget_permits_data_loss_on_one_replica_until_its_repair():
     assert not cluster.budget.has_lost_data(victim)
 
 
-def test_a_rotten_replica_is_not_trusted_even_if_engaged():
+def test_a_corrupt_replica_is_not_trusted_even_if_it_is_engaged():
     cluster = settled_cluster()
     victim = cluster.storages[A]
     (path,) = [file for file in victim.disk.files() if file.name == "0000000000000000000.seg"]
@@ -98,7 +98,7 @@ def test_a_rotten_replica_is_not_trusted_even_if_engaged():
     assert cluster.budget.may_lose_data(cluster.storages[B])
 
 
-def test_an_unnoticed_loss_needs_a_complete_quorum():
+def test_the_fault_budget_permits_a_silent_data_loss_only_if_no_replica_is_down():
     cluster = settled_cluster()
     assert cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
     cluster.storages[B].kill()
@@ -107,13 +107,13 @@ def test_an_unnoticed_loss_needs_a_complete_quorum():
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_budget_permits_no_loss_of_the_only_copy(replicas):
+def test_the_fault_budget_permits_no_loss_of_the_only_copy(replicas):
     cluster = settled_cluster(replicas=replicas, spare_storages=0)
     assert not cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
     assert cluster.budget.may_lose_data(cluster.storages[A]) == (replicas == 2)
 
 
-def test_an_unbounded_world_loses_data_of_replicas_or_of_zookeeper_but_not_of_both():
+def test_an_unbounded_fault_budget_permits_losses_of_replicas_or_zookeeper_but_not_both():
     cluster = settled_cluster(is_unbounded=True)
     cluster.budget.record_loss(cluster.storages[A])
     assert cluster.budget.may_lose_data(cluster.storages[B])
@@ -190,7 +190,7 @@ def test_a_power_loss_outside_the_budget_loses_nothing_on_a_lying_disk():
 
 @pytest.mark.parametrize("kind", ["rot", "zeroed_page", "stale_page", "misdirected_write"])
 @pytest.mark.parametrize("seed", range(2))
-def test_spoiled_records_are_repaired(kind, seed):
+def test_corrupted_records_are_repaired(kind, seed):
     cluster = settled_cluster(segment_bytes_max=2_048)
     assert faults.KINDS[kind](cluster, Random(seed))
     cluster.workload.is_over = False
@@ -213,7 +213,7 @@ def test_a_torn_record_after_a_restart_is_a_violation():
         cluster.checks.on_log_opened(storage, storage.log)
 
 
-def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it():
+def test_a_corrupt_control_slot_makes_a_replica_suspect_until_a_session_repairs_it():
     cluster = settled_cluster()
     assert disk_faults.spoiled_slot(cluster, FixedRolls())
     assert cluster.checks.counts["spoiled .ctl"] == 1
@@ -227,7 +227,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
 # Truncations occur only after faults, and are rare.
 @pytest.mark.parametrize("point", sorted({*process_faults.SERVER_CRASH_POINTS} - {"Truncate"}))
 @pytest.mark.parametrize("is_after", [False, True])
-def test_a_server_dies_at_the_chosen_point(point, is_after):
+def test_a_server_that_dies_at_a_chosen_point_restarts_and_the_cluster_recovers(point, is_after):
     cluster = cluster_of(servers=1)
     server = cluster.owner
     failed_calls = []
@@ -240,7 +240,7 @@ def test_a_server_dies_at_the_chosen_point(point, is_after):
 
 
 @pytest.mark.parametrize("is_after", [False, True])
-def test_a_storage_dies_before_or_after_a_task(is_after):
+def test_a_task_takes_effect_if_its_storage_dies_after_it_but_not_before_it(is_after):
     cluster = settled_cluster()
     storage = cluster.storages[A]
     failed_calls = []
@@ -362,7 +362,7 @@ def test_delayed_watches_are_coalesced_and_lead_to_the_latest_assignment():
     assert cluster.owner.partition.generation == coordinator.assignment.generation
 
 
-def test_a_client_receives_a_stale_answer():
+def test_a_client_may_receive_a_stale_answer_about_the_owner():
     cluster = settled_cluster()
     cluster.coordinator.set_owner("server1")
     cluster.coordinator.stale_read_share = 1.0
@@ -404,7 +404,7 @@ def test_a_hanging_server_loses_its_session_and_the_partition_moves():
     assert not hung.is_hanging
 
 
-def test_a_server_hangs_only_if_another_one_runs():
+def test_a_server_hangs_only_if_another_server_runs():
     cluster = cluster_of(servers=2)
     one, other = cluster.servers
     assert process_faults.hanging_server(cluster, FixedRolls(first=0))

@@ -32,7 +32,7 @@ def test_an_older_log_does_not_replace_the_log_of_a_session_missing_in_zookeeper
     assert run(schedule).rule == "OutcomeTruth"
 
 
-def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
+def test_records_of_a_session_missing_in_zookeeper_survive_a_mark_of_a_later_session(monkeypatch):
     """ZooKeeper was rolled back to a state without one replica. Meanwhile the other replica got
     a mark from a session that never opened."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "530014798.json").read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def test_records_are_repaired_although_their_batch_is_corrupt_too(monkeypatch):
     assert run(schedule).rule == "Converged"
 
 
-def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(monkeypatch):
+def test_a_corrupt_batch_above_the_marker_is_not_truncated_if_the_log_continues(monkeypatch):
     """After a failed sync, a storage truncated records that two replicas had acknowledged."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good

@@ -24,7 +24,7 @@ IS_REWRITTEN = "WALTZ_REWRITE_SCENARIOS" in os.environ
 
 @pytest.mark.skipif(IS_REWRITTEN, reason="the scenarios are rewritten")
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenario(scenario):
+def test_a_replayed_scenario_gives_the_recorded_text(scenario):
     assert replay_scenario(scenario).text == scenario.text
 
 

@@ -144,7 +144,7 @@ def linked(request):
     return linked
 
 
-def test_a_link_keeps_the_order(linked):
+def test_a_link_delivers_messages_in_order(linked):
     linked.send(NEAR, *range(50))
     linked.world.run(1_000_000)
     assert linked.outcome("far") == list(range(50))
@@ -229,7 +229,7 @@ class TestAbandonedLinks:
         assert linked.outcome("far") == [1, 2, "abandoned"]
         assert linked.outcome("near") == []
 
-    def test_a_repaired_network_delivers_at_once(self, linked):
+    def test_a_repaired_network_delivers_held_messages_at_once(self, linked):
         late = self.held(linked)
         linked.network.repair()
         linked.network.abandon(linked.link, "later")

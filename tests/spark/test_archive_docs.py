@@ -102,7 +102,7 @@ def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_the_table_has_the_columns_of_an_object():
+def test_the_documented_table_has_the_columns_of_an_archived_object():
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     found = {name: kind.strip() for name, kind in ROW_OF_TABLE.findall(text)}
     assert found == {each.name: str(each.type) for each in SCHEMA}

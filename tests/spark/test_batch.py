@@ -294,7 +294,7 @@ def test_option_mode_determines_the_handling_of_unpackable_payloads(
         reader.option("requiredColumns", "n,m").schema("n long").load(connect).collect()
 
 
-def test_rows_are_read_back_with_the_not_null_schema_of_their_frame(
+def test_rows_are_read_back_with_the_not_null_schema_of_their_dataframe(
     spark: SparkSession, connect: str
 ) -> None:
     before = marks_of(spark, connect)

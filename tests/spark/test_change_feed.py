@@ -69,7 +69,7 @@ def changes(first: int, count: int) -> list[Transaction]:
 
 
 @pytest.mark.core
-def test_a_batch_has_the_changes_after_its_start(spark: SparkSession, connect: str) -> None:
+def test_a_batch_read_has_the_changes_after_its_start(spark: SparkSession, connect: str) -> None:
     append(connect, changes(0, 50))
     middle = marks_of(connect)[PARTITION] - 20
     expected = expected_rows(logged(connect))

@@ -227,7 +227,7 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
 
 
 @pytest.mark.slow
-def test_tasks_leave_a_frozen_server(
+def test_tasks_switch_to_another_server_if_their_server_is_frozen(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
     """A frozen server keeps its connections. A request may take twice the session timeout."""

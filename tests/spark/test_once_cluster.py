@@ -27,7 +27,7 @@ SECONDS_MAX = 2 * TEST_TIMEOUT_S
         pytest.param(("encrypted",), id="encrypted", marks=pytest.mark.slow),
     ],
 )
-def test_rows_are_written_once_with_the_option_and_repeated_without_it(
+def test_rows_are_written_once_with_option_exactly_once_and_repeated_without_it(
     tmp_path: Path, writes: tuple[str, ...]
 ) -> None:
     """The encrypted write has keys of a function."""

@@ -48,7 +48,7 @@ def test_a_log_is_read_in_tasks(
     assert {row.commit_time for row in rows} == {None}  # 0.13 stores no commit time
 
 
-def test_rows_are_written_and_rejected_by_locks(
+def test_the_first_row_of_each_lock_is_written_and_the_other_rows_are_rejected(
     spark: SparkSession, original: OriginalCluster, connect_string: str
 ) -> None:
     rows = [(i % 2, b"%d" % i, [lock("hot", i % 4)]) for i in range(40)]

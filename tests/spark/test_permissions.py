@@ -107,7 +107,7 @@ def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenan
         waltz_spark.append(rows, tenant)
 
 
-def test_a_row_whose_lock_selects_another_partition_must_name_a_permitted_partition(
+def test_a_row_needs_a_partition_column_if_its_lock_selects_a_forbidden_partition(
     spark: SparkSession, tenant: str
 ) -> None:
     key = next(n for n in range(100) if partition_of(lock("account", n), 4) == 2)

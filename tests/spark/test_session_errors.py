@@ -53,7 +53,9 @@ def test_a_wrong_option_is_raised_as_a_waltz_error(spark: SparkSession, connect:
     assert is_one_sentence(caught.value)
 
 
-def test_a_waltz_error_is_also_sparks_error(spark: SparkSession, connect: str) -> None:
+def test_a_waltz_error_is_also_an_instance_of_the_error_class_of_spark(
+    spark: SparkSession, connect: str
+) -> None:
     """Code that catches Spark's classes continues to work."""
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, partitions="99").count()
@@ -191,7 +193,7 @@ def test_a_plain_spark_session_raises_the_error_of_spark(
     assert not isinstance(caught.value.__cause__, errors.WaltzError)
 
 
-def test_unwrapping_survives_changed_internals_of_pyspark(
+def test_errors_are_still_raised_if_internals_of_pyspark_change(
     spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed(*_: object) -> None:

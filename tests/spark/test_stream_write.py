@@ -182,7 +182,7 @@ def test_a_foreach_batch_with_a_name_and_a_number_is_written_once(target: Stream
 
 
 @pytest.mark.core
-def test_a_named_job_that_failed_is_run_again(target: StreamedTable) -> None:
+def test_a_failed_named_job_is_run_again(target: StreamedTable) -> None:
     """A batch write with a name: rows that the log already contains are not written again."""
     table = target.spark.range(0, 4_000, numPartitions=4).selectExpr(
         "CAST(IF(id = 3900 AND {fail}, raise_error('no'), id) AS string) AS data".format(

@@ -154,7 +154,7 @@ def test_delta_compacts_no_files_after_a_commit(spark: SparkSession, tmp_path: P
 
 
 @pytest.mark.versions
-def test_each_version_of_a_table_with_two_followers_is_a_replay_of_its_marks(
+def test_each_version_of_a_table_with_two_followers_equals_a_replay_up_to_its_marks(
     spark: SparkSession,
     written: WrittenLog,
     tmp_path: Path,
@@ -183,7 +183,9 @@ def test_each_version_of_a_table_with_two_followers_is_a_replay_of_its_marks(
     assert read_table(table) == written.replayed(end_marks(written))
 
 
-def test_a_table_has_one_follower(spark: SparkSession, written: WrittenLog, tmp_path: Path) -> None:
+def test_a_table_accepts_only_the_follower_that_started_last(
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
+) -> None:
     table = tmp_path / "table"
     half = {partition: end // 2 for partition, end in end_marks(written).items()}
     follow_table(spark, written.connect, str(table), until=half)

@@ -149,7 +149,7 @@ def test_another_session_continues_a_follower_that_ended_before_the_publication(
 @pytest.mark.core
 @pytest.mark.versions
 @with_iceberg
-def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues(
+def test_a_follower_continues_after_its_driver_died_between_merge_and_publication(
     iceberg_session: SparkSession, written: WrittenLog, warehouse: Path
 ) -> None:
     table = f"{CATALOG_NAME}.shop.killed"
@@ -166,7 +166,7 @@ def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues
 @pytest.mark.versions
 @with_iceberg
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_driver_that_ends_at_any_statement_continues(
+def test_a_follower_continues_after_its_driver_ended_at_any_statement(
     iceberg_session: SparkSession, written: WrittenLog, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     table = f"{CATALOG_NAME}.shop.ended_{when}"
@@ -497,7 +497,7 @@ def test_structs_that_gain_fields_keep_their_values(
 
 @pytest.mark.versions
 @with_iceberg
-def test_a_key_in_two_partitions_fails(iceberg_session: SparkSession) -> None:
+def test_a_row_key_in_two_partitions_is_an_error(iceberg_session: SparkSession) -> None:
     schema = StructType([StructField("id", LongType())])
     table = MergedIcebergTable(iceberg_session, f"{CATALOG_NAME}.shop.keys", schema, ["id"])
     table.create(NAME)
@@ -619,7 +619,7 @@ def test_a_lost_executor_is_a_temporary_error_for_parquet_tables(
 
 
 @pytest.mark.versions
-def test_tasks_that_are_killed_add_no_row_twice(written: WrittenLog, tmp_path: Path) -> None:
+def test_killed_tasks_add_no_row_twice(written: WrittenLog, tmp_path: Path) -> None:
     table = tmp_path / "table"
     assert run_job(written, table, "tasks", STRUCK=str(tmp_path), FORMAT="parquet") == 0
     assert (tmp_path / "worker").exists()

@@ -199,7 +199,7 @@ def test_a_named_table_without_rows_is_followed_from_a_start(
 @pytest.mark.parametrize(
     "text", ["", pytest.param("__HIVE_DEFAULT_PARTITION__", marks=pytest.mark.slow)]
 )
-def test_a_text_that_delta_reads_as_null_fails(
+def test_a_text_key_that_delta_would_read_as_null_is_an_error(
     spark: SparkSession, tmp_path: Path, connect: str, text: str
 ) -> None:
     """Delta stores the text as null, so the next change of this key would insert a second row."""
@@ -255,7 +255,9 @@ def test_option_until_is_validated(
 
 
 @with_delta
-def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, connect: str) -> None:
+def test_a_row_key_in_two_partitions_is_an_error(
+    spark: SparkSession, tmp_path: Path, connect: str
+) -> None:
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
 
@@ -275,7 +277,7 @@ def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, conn
 
 @with_delta
 @pytest.mark.slow
-def test_a_restored_table_and_lost_marks_are_errors(
+def test_a_follower_fails_on_a_restored_table_and_on_lost_marks(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
@@ -441,7 +443,7 @@ def append_and_return_marks(connect: str, *rows: tuple[int, dict]) -> dict[int, 
 
 
 @with_delta
-def test_a_first_run_that_fails_leaves_no_table(
+def test_a_failed_first_run_leaves_no_table(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     """The next run may use other types and another start. The table has a path or a name."""

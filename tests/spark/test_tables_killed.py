@@ -46,7 +46,7 @@ def run_job(written: WrittenLog, table: Path, step: str, **more: str) -> int:
         pytest.param(STEPS, id="every step", marks=pytest.mark.versions),
     ],
 )
-def test_a_driver_that_is_killed_continues(
+def test_a_follower_continues_after_its_driver_was_killed(
     spark: SparkSession, written: WrittenLog, tmp_path: Path, steps: Sequence[str]
 ) -> None:
     """Each kill needs a separate Spark. The kill in `make test` leaves files without a commit."""

@@ -92,7 +92,7 @@ def fail():
 """
 
 
-def test_a_blocked_exporter_delays_no_task_and_a_failed_function_is_reported(
+def test_a_blocked_span_exporter_delays_no_task_and_a_failed_traces_function_is_reported(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     module = tmp_path / f"blocked_export_{tmp_path.parent.name.replace('-', '_')}.py"
@@ -109,7 +109,7 @@ def test_a_blocked_exporter_delays_no_task_and_a_failed_function_is_reported(
         failing.load(connect).collect()
 
 
-def test_a_missing_function_is_reported(spark: SparkSession, connect: str) -> None:
+def test_a_missing_function_in_option_traces_is_reported(spark: SparkSession, connect: str) -> None:
     with WaltzClient(connect) as client:
         client.append(b"row").result(TEST_TIMEOUT_S)
     reader = spark.read.format("waltz").option("traces", "no_such_module:start")

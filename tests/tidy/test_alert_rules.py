@@ -351,7 +351,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("title", list(FAULTS))
-def test_a_fault_fires_its_alert_and_no_other(title: str, tmp_path: Path) -> None:
+def test_a_fault_fires_exactly_its_own_alerts(title: str, tmp_path: Path) -> None:
     fault = FAULTS[title]
     cluster = Cluster(fault.before_min)
     fault.inject(cluster)

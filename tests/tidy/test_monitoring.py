@@ -53,7 +53,7 @@ def test_each_alert_has_a_section_and_each_section_an_alert() -> None:
 
 
 @pytest.mark.parametrize("name", alert_rules())
-def test_an_alert_has_its_texts(name: str) -> None:
+def test_an_alert_has_all_annotations_and_its_page_section_is_complete(name: str) -> None:
     rule = alert_rules()[name]
     assert rule["labels"]["severity"] in ("page", "ticket")
     texts = rule["annotations"]

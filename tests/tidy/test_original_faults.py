@@ -20,7 +20,7 @@ def test_every_fault_is_listed_once_and_in_order():
     assert titles == list(LETTERS)
 
 
-def test_a_fault_names_tests_that_exist():
+def test_each_fault_refers_to_existing_tests():
     named = {
         letter: [line for line in text.splitlines() if line.startswith("- ")]
         for letter, text in faults().items()

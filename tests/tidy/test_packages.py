@@ -192,7 +192,7 @@ def test_the_compose_file_creates_a_cluster_with_all_its_storages() -> None:
     assert list(hosts) == [f"{name}:2181" for name in services if name.startswith("zookeeper")]
 
 
-def test_names_in_the_compose_file_exist() -> None:
+def test_the_compose_file_refers_only_to_existing_services_and_volumes() -> None:
     (content,) = yaml_documents(DOCKER_FOLDER / "compose.yaml")
     for service in content["services"].values():
         assert set(service.get("depends_on", ())) <= set(content["services"])
@@ -224,7 +224,7 @@ def test_units_start_existing_commands_as_their_user(unit: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
-def test_units_permit_all_connections(unit: Path) -> None:
+def test_units_permit_enough_open_files_for_all_connections(unit: Path) -> None:
     (limit,) = unit_lines(unit, "LimitNOFILE")
     config = StorageConfig(connect="z:1/w", directory="d")
     assert int(limit) > config.connections_max + config.open_files_max
@@ -250,7 +250,7 @@ def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
         assert [namespace, *domain] == ["waltz", "svc", "cluster", "local"]
 
 
-def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) -> None:
+def test_pods_use_the_tls_files_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) -> None:
     files = tls_settings()
     assert TlsConfig(**files).tls == "on"
     for workload in replicated_workloads().values():

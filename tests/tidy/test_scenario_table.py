@@ -57,7 +57,7 @@ def target_exists(line: str) -> bool:
     return scenario is not None and scenario[2] in titles_of(scenario[1])
 
 
-def test_a_row_names_tests_that_exist():
+def test_each_row_refers_to_existing_tests():
     named = {
         number: [line for line in text.splitlines() if line.startswith("- ")]
         for number, text in rows().items()

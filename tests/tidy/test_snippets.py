@@ -217,7 +217,7 @@ def test_a_block_inside_a_list_and_a_block_with_fences_are_found():
     assert [block.language for block in blocks_of("page", text)] == ["toml", ""]
 
 
-def test_targets_modules_scripts_and_extras_that_pages_name_exist():
+def test_pages_refer_only_to_existing_targets_modules_scripts_and_extras():
     missing = {page.name: missing_in(text_of(page)) for page in PAGES}
     assert {name: names for name, names in missing.items() if names} == {}
 

@@ -44,7 +44,7 @@ SPARK_CERTIFICATE = certificate(
         (r"IP Address=(.+)", None),
     ],
 )
-def test_a_pattern_must_match_a_whole_name_and_one_principal(pattern, expected):
+def test_a_pattern_must_match_a_whole_name_and_give_one_principal(pattern, expected):
     assert principal_of(SPARK_CERTIFICATE, compile_principal_pattern(pattern)) == expected
 
 

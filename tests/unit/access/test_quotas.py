@@ -44,7 +44,7 @@ def apply_limits(quotas, limits, grants=(), revision=1, groups=None):
 # ---- requests
 
 
-def test_after_the_burst_of_a_second_requests_wait_for_their_turn():
+def test_requests_after_the_burst_wait_at_most_a_second_or_are_rejected():
     quota = quota_of(appends_per_s=10)
     waits = [begin(quota, START_NS) for _ in range(21)]
     assert waits == [max(0, number - 10) * 100 * MS for number in range(21)]
@@ -88,7 +88,7 @@ def test_the_retry_pause_fits_into_an_int32():
     assert 0 < error.retry_after_ms < 1 << 31
 
 
-def test_a_request_is_charged_at_least_512_bytes_and_a_range_when_it_is_sent():
+def test_each_request_is_charged_at_least_512_bytes_and_a_range_by_its_sent_bytes():
     quota = quota_of(bytes_per_s=512)
     assert [begin(quota, START_NS) for _ in range(2)] == [0, 0]
     assert begin(quota, START_NS) == SECOND_NS

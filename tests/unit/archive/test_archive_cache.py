@@ -61,7 +61,7 @@ def waiting_callers(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_threads_share_a_load_or_its_error(cache, waiting_callers, fails):
+def test_concurrent_threads_share_one_load_and_its_value_or_error(cache, waiting_callers, fails):
     calls = []
 
     def load():

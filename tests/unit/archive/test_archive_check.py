@@ -128,7 +128,7 @@ def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
     assert "the chain hash before transaction" in intact.problem(name).problem
 
 
-def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
+def test_truncated_missing_and_swapped_objects_are_found(archive):
     one = archive.path(archive.object(1))
     data = one.read_bytes()
     one.write_bytes(data[:-100])

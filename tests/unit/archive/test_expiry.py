@@ -57,7 +57,7 @@ def recorded_after_expiry(new_manifest, expired):
     ("before", "first"),
     [(1, 0), (9, 0), (10, 10), (29, 20), (30, 30), (59, 50), (60, 60), (99, 60)],
 )
-def test_only_objects_that_are_completely_below_an_id_expire(archived, before, first):
+def test_only_objects_entirely_below_the_given_id_expire(archived, before, first):
     store, new_manifest = archived
     manifest = run_expiry(store, new_manifest, before=before)
     assert manifest.first == first
@@ -69,7 +69,7 @@ def test_only_objects_that_are_completely_below_an_id_expire(archived, before, f
 
 @pytest.mark.parametrize("limit_kind", ["time", "retention"])
 @pytest.mark.parametrize("expired_count", [0, 1, 2, 3, 6])
-def test_objects_that_were_committed_before_a_time_expire(
+def test_objects_expire_if_they_were_committed_before_the_given_time(
     archived, limit_kind, expired_count, monkeypatch
 ):
     store, new_manifest = archived
@@ -124,7 +124,7 @@ def test_objects_without_commit_times_expire_together_with_later_objects(archive
     assert run_expiry(store, new_manifest, before_ms=before_ms, attempt=21).first == 2 * OBJECT_IDS
 
 
-def test_expired_files_are_deleted_after_the_grace_period_only(archived):
+def test_expired_files_are_deleted_only_after_the_grace_period(archived):
     store, new_manifest = archived
     before = set(all_files(store))
     expired = recorded_after_expiry(new_manifest, run_expiry(store, new_manifest, before=35))

@@ -143,7 +143,7 @@ def test_files_of_the_recorded_manifest_remain_readable(archived):
     assert run(store, collection_job(new_manifest)) == CollectedGarbage(0, 0, 0, has_more=False)
 
 
-def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived):
+def test_only_manifests_are_deleted_while_another_cluster_uses_the_objects(archived):
     store, new_manifest = archived
     remaining = listed_files(store, new_manifest)
     before = set(all_files(store))
@@ -249,7 +249,7 @@ def test_files_of_ended_attempts_of_the_same_session_are_deleted(archived):
 @pytest.mark.parametrize(
     "origin", [FileOrigin(11, OTHER_NONCE, 0), FileOrigin(10, NONCE, 0), FileOrigin(11, NONCE, 5)]
 )
-def test_a_file_of_a_later_or_another_owner_stops_the_collection(
+def test_a_file_of_a_later_or_different_owner_stops_the_collection(
     archived, tmp_path, origin, suffix
 ):
     store, new_manifest = archived
@@ -347,7 +347,7 @@ def test_nothing_is_deleted_if_a_listed_file_is_missing(archived, kind):
     assert all_files(store) == before
 
 
-def test_files_with_other_names_and_of_other_partitions_are_left_alone(archived, tmp_path):
+def test_files_with_unknown_names_and_files_of_other_partitions_are_kept(archived, tmp_path):
     store, new_manifest = archived
     others = [
         f"{CLUSTER}/3/objects/notes.txt",

@@ -24,7 +24,7 @@ def open_object(data):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
-def test_records_and_batches_return_byte_for_byte(rows):
+def test_records_and_batches_are_read_back_byte_for_byte(rows):
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     archive_object = open_object(encode_object(records, lineage, rows=rows))
     pieces = [archive_object.read_row_group(group) for group in range(archive_object.group_count)]
@@ -76,7 +76,7 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_object():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
-def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
+def test_read_outlines_returns_chains_and_record_crcs_without_the_records(rows):
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     archive_object = open_object(encode_object(records, lineage, rows=rows))
     outlines, entries = archive_object.read_outlines()
@@ -148,7 +148,7 @@ def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(t
             archive_object.read_row_group(0)
 
 
-def test_only_the_calling_thread_reads_a_python_file(tmp_path):
+def test_only_the_calling_thread_reads_from_a_python_file_object(tmp_path):
     """Rule 6: a file that another thread releases at the end of the process aborts the process."""
     readers = set()
 
@@ -209,7 +209,7 @@ def test_a_file_that_is_not_an_object_is_rejected():
         ObjectMetadata.from_bytes(b"{}")
 
 
-def test_a_footer_with_other_counts_of_rows_is_found():
+def test_a_footer_with_wrong_row_counts_is_found():
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     archive_object = open_object(encode_object(records, lineage, rows=10))
     archive_object.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
@@ -218,7 +218,7 @@ def test_a_footer_with_other_counts_of_rows_is_found():
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30])
-def test_pieces_become_one_row_group_with_the_same_bytes(rows):
+def test_several_pieces_are_written_as_one_row_group_with_the_same_rows(rows):
     """Pieces may end within batches, and one of them may have no commit time."""
     records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     whole = encode_object(records, lineage, rows=len(records))

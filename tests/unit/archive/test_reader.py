@@ -233,7 +233,7 @@ def test_an_object_of_another_partition_or_range_is_rejected(store, cache):
 
 
 @pytest.mark.parametrize("kind", ["manifest", "page"])
-def test_a_manifest_that_was_replaced_by_another_one_is_found_and_named(store, cache, kind):
+def test_a_manifest_with_the_content_of_another_manifest_is_found_and_named(store, cache, kind):
     log = write_archive(store, page_entries=2)
     name = log.name if kind == "manifest" else f"{PARTITION_ID}/manifests/page"
     other = log.manifest.with_expiry(60, 0) if kind == "manifest" else ManifestPage(())

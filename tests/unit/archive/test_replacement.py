@@ -162,7 +162,7 @@ def test_an_object_that_was_replaced_before_is_not_replaced_again(archived, numb
 
 
 @pytest.mark.parametrize("wrong", ["-20.parquet", "-20-page.json", "-20.json"])
-def test_a_new_file_that_reads_back_differently_replaces_no_object(archived, wrong):
+def test_an_object_is_not_replaced_if_the_new_file_reads_back_differently(archived, wrong):
     archived.store.wrong = wrong
     with pytest.raises(ChecksumMismatch, match=wrong):
         upload(archived.store, KEY, archived.job(0))

@@ -111,7 +111,9 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
 
 
 @pytest.mark.parametrize("last", [ROWS_PER_OBJECT - 1, ROWS_PER_OBJECT - 8])
-def test_an_object_replaced_in_a_restored_cluster_is_found_under_the_new_key(store, log, last):
+def test_a_restored_object_that_was_replaced_is_found_under_the_key_of_the_new_cluster(
+    store, log, last
+):
     """The backup lists the source's object, and may end within it."""
     first = RestoredRange(store, read_saved_manifest(store, log))
     end = first.batch_end_at(last)
@@ -203,7 +205,7 @@ def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     assert reread_manifest.entries() == read_saved_manifest(store, log).entries()
 
 
-def test_a_range_until_a_time_ends_with_the_last_batch_committed_at_or_before_this_time(store, log):
+def test_a_time_limit_selects_the_last_batch_committed_at_or_before_this_time(store, log):
     restored = RestoredRange(store, read_saved_manifest(store, log))
     for number, reach in enumerate(accumulate([ROWS_PER_OBJECT] * 4)):
         # The first batch of each object has no stamp, so its age is unknown.

@@ -40,7 +40,7 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
     assert (access.failure, access.failure_count) == (None, 0)
 
 
-def test_damage_is_reported_until_its_place_is_read_without_error():
+def test_damage_is_reported_until_the_damaged_location_is_read_without_error():
     access = StorageArchive("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
     access.on_location_read((0, 7), "object 7")
     access.on_location_read((1, 7), "object 8")
@@ -57,7 +57,7 @@ def test_damage_is_reported_until_its_place_is_read_without_error():
     assert access.read_damage == "", "the oldest place was dropped"
 
 
-def test_an_open_archive_imports_no_further_modules(tmp_path):
+def test_opening_an_archive_imports_all_modules_that_it_needs_later(tmp_path):
     """An upgrade may replace the modules while a storage runs."""
     code = (
         "import sys\n"

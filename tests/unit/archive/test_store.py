@@ -85,7 +85,7 @@ def test_nothing_is_overwritten(store):
     assert store.list_names("") == [NAME]
 
 
-def test_a_write_that_fails_leaves_no_file(store):
+def test_a_failed_write_leaves_no_file(store):
     with suppress(ZeroDivisionError), store.open_sink(NAME) as sink:
         sink.write(b"half")
         raise ZeroDivisionError
@@ -149,7 +149,7 @@ def test_a_read_requests_only_its_bytes_and_none_after_the_end():
     assert source.closed
 
 
-def test_a_file_is_synced_before_it_gets_its_name_and_its_name_is_synced_afterwards(
+def test_a_file_is_synced_before_it_gets_its_name_and_its_folders_are_synced_afterwards(
     store, monkeypatch
 ):
     """The name of the file and the names of new folders are synced."""
@@ -283,7 +283,7 @@ def test_a_secret_in_a_url_is_rejected_and_not_shown(secret):
 
 
 @pytest.mark.parametrize("known", [None, "AWS_REGION", "AWS_DEFAULT_REGION"])
-def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, monkeypatch):
+def test_the_region_in_an_s3_url_is_passed_to_the_sdk_in_its_environment(known, monkeypatch):
     """Without a region, the SDK blocks all threads while it waits for EC2's metadata service."""
     calls = []
 

@@ -98,7 +98,7 @@ def test_consecutive_uploads_archive_the_whole_log(store):
     ]
 
 
-def test_old_objects_go_to_a_page(store, monkeypatch):
+def test_entries_of_old_objects_move_to_a_page(store, monkeypatch):
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     uploaded = None
     for attempt in range(5):

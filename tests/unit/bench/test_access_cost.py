@@ -51,7 +51,7 @@ def test_the_clusters_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monke
     assert verdict.cpu_seconds["server"] == pytest.approx(4.8)
 
 
-def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
+def test_a_meter_sums_the_cpu_time_of_the_parts_of_a_load(monkeypatch):
     cluster, client = Cluster([1.0, 10.0, 100.0]), iter([0.0, 0.5, 2.0, 2.25])
     monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: next(client))
     meter = Meter(cluster)

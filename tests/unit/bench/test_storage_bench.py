@@ -28,7 +28,7 @@ def test_appends_are_measured_and_read_back(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_benchmark_of_openings_writes_the_requested_number_of_segments(capsys, tmp_path):
+def test_workload_storage_open_writes_the_requested_number_of_segments(capsys, tmp_path):
     code, report = bench(capsys, tmp_path, "storage-open", "--segments", "12")
     assert code == 0
     assert (report["rows"], report["lost"]) == (ROWS, 0)

@@ -134,7 +134,7 @@ def test_permissions_are_created_once(empty_cluster):
     assert not empty_cluster.permissions.accepts_0_13
 
 
-def test_every_change_needs_permissions_and_a_cluster(empty_cluster):
+def test_access_commands_are_rejected_before_access_init_and_without_a_cluster(empty_cluster):
     arguments = [
         ("grant", "a", "read"),
         ("list",),
@@ -238,7 +238,7 @@ def test_invalid_arguments_change_no_permission(cluster, arguments, error):
     assert cluster.permissions == before
 
 
-def test_the_last_grant_of_replicate_is_kept_without_force(cluster):
+def test_the_last_grant_of_replicate_is_kept_unless_option_force_is_set(cluster):
     last = (
         ("revoke", "servers", "replicate", "--group", "--partitions", "2"),
         ("group", "remove", "servers", "s1", "s2"),
@@ -314,7 +314,7 @@ def test_each_change_has_an_audit_entry(cluster):
 # --- tokens
 
 
-def test_a_token_has_a_private_file_and_its_hash_in_zookeeper(cluster, tmp_path):
+def test_a_token_is_written_to_a_private_file_and_its_hash_to_zookeeper(cluster, tmp_path):
     file = tmp_path / "token"
     created = cluster.run("token", "create", "etl", "--file", str(file), "--expires", "12h")
     secret = file.read_text().strip()
@@ -400,7 +400,7 @@ def test_the_file_of_a_token_remains_if_its_creation_has_an_unknown_outcome(
     assert cluster.permissions == before
 
 
-def test_expired_tokens_are_removed_together(cluster, tmp_path):
+def test_one_command_removes_all_expired_tokens(cluster, tmp_path):
     for name, expires in (("a", "1m"), ("b", "90d")):
         cluster.run("token", "create", name, "--file", tmp_path / name, "--expires", expires)
     path = ACCESS_ZNODE
@@ -443,7 +443,7 @@ def test_an_export_is_imported_with_a_later_revision(cluster, tmp_path):
     assert now.revision == 5
 
 
-def test_an_import_without_replicate_needs_force(cluster, tmp_path):
+def test_an_import_without_a_grant_of_replicate_needs_option_force(cluster, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(access_node.encode_permissions(replace(cluster.permissions, grants=())))
     arguments = ("import", "--file", file, "--yes")
@@ -542,7 +542,7 @@ def test_an_assigned_server_without_a_zookeeper_session_is_reported(cluster):
     assert cluster.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
 
 
-def test_a_change_that_no_daemon_confirms_fails_if_access_control_was_in_use_before(cluster):
+def test_a_change_fails_if_no_daemon_confirms_it_although_access_control_was_in_use(cluster):
     cluster.publish(3, 3)
     for daemon in cluster.daemons:
         daemon._znodes.expire()

@@ -86,7 +86,7 @@ def test_the_recovered_mark_has_the_first_id_of_the_last_expiry(archive):
     assert (found.first, found.manifest) == (20, expired.name)
 
 
-def test_without_manifests_and_with_logs_from_0_the_archive_counts_as_empty(archive):
+def test_an_archive_without_manifests_counts_as_empty_if_all_logs_begin_at_0(archive):
     assert find(archive, url=f"{archive.store.url}/elsewhere") == (None, [])
     assert find(archive, url="") == (None, [])
 
@@ -159,7 +159,7 @@ def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(arch
         ),
     ],
 )
-def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
+def test_the_archive_is_not_replaced_if_no_log_continues_it(archive, log, reason):
     """A replacement would begin again at 0, and would lack the objects that backups need."""
     with pytest.raises(
         BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
@@ -177,7 +177,7 @@ def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
         find(archive, last=last)
 
 
-def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive):
+def test_a_partition_opens_without_its_archive_after_the_archive_folder_was_moved(archive):
     """An operator does this if the chain at the mark is lost (docs/archive.md, "Limits")."""
     folder = (archive.root / archive.manifests[0].name).parents[1]
     with pytest.raises(BadRequest, match="the log has no batch that ends there"):

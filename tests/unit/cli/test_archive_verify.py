@@ -123,7 +123,7 @@ def test_a_range_without_an_archived_id_is_empty(archive, capsys):
         assert (archive.verify()["last"] is None) == ((first, last) != (0, None))
 
 
-def test_a_check_that_is_interrupted_prints_where_to_continue(archive, monkeypatch, capsys):
+def test_an_interrupted_check_prints_where_to_continue(archive, monkeypatch, capsys):
     third = archive.log.manifest.newest_objects[2]
     open_file = archive.store.open
 

@@ -115,7 +115,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
 
 
 @on_real_loop
-async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch):
+async def test_a_backup_waits_until_the_archive_has_reached_the_marks(store, monkeypatch):
     log = write_archive(store)
     end = log.lineage[-1].last
     coordinator = await cluster_with(log, last=10)
@@ -178,7 +178,7 @@ async def test_a_missing_manifest_is_an_error(store):
 # ---- the file
 
 
-def test_a_backup_is_a_new_file(tmp_path):
+def test_a_backup_never_overwrites_an_existing_file(tmp_path):
     location = BackupLocation.parse(str(tmp_path / "new folder" / "b"))
     location.check_absent()
     assert location.write(BACKUP) == (tmp_path / "new folder" / "b").stat().st_size
@@ -234,7 +234,7 @@ def test_limits_of_a_restore_are_parsed():
         (RequestedEnds({PARTITION_ID: 1}, None), None),  # the first batch is 0..2
     ],
 )
-def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, limits, expected):
+def test_a_restored_partition_ends_at_the_last_batch_end_within_the_limits(store, limits, expected):
     log = write_archive(store, folder=f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}")
     saved = SavedManifest.read(store, log.name, log.crc)
     assert [entry.last for entry in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
@@ -361,7 +361,7 @@ class RecordingPins:
         return self.names[-1]
 
 
-def test_the_location_of_a_backup_keeps_the_options_of_its_store():
+def test_the_store_of_a_backup_location_keeps_the_options_of_the_url():
     location = BackupLocation.parse("s3://bucket/backups/b1?endpoint_override=a:1&scheme=http")
     assert location.name == "b1"
     assert location.store.url == "s3://bucket/backups?endpoint_override=a:1&scheme=http"

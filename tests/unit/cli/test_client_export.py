@@ -126,7 +126,7 @@ def test_an_output_that_is_not_a_regular_file_is_not_replaced(tmp_path):
     assert output.is_fifo()
 
 
-def test_a_declared_column_has_its_own_type_or_the_type_in_the_log():
+def test_an_exported_column_has_its_declared_type_or_the_type_in_the_log():
     assert declared_schema(()) is None
     schema = declared_schema(("transaction_id", "id:int64", "header:string"))
     assert schema.names == ["transaction_id", "id", "header"]

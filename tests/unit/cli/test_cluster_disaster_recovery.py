@@ -268,7 +268,9 @@ FAILING_CALLS = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign
         ),
     ],
 )
-def test_ids_continue_from_the_clock_if_it_is_later(monkeypatch, storage, dies_at):
+def test_new_ids_start_at_the_clock_if_the_clock_is_ahead_of_the_stored_ids(
+    monkeypatch, storage, dies_at
+):
     next_numbers = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
     ids, assignment_generation, metadata_generation, notes = next_numbers
     assert (*ids, assignment_generation, metadata_generation) == (

@@ -242,7 +242,7 @@ def test_control_files_are_shown_with_the_current_structures(storage, capsys):
     assert out.splitlines()[2].split() == ["counts", "no", "no"]
 
 
-def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
+def test_an_index_is_rebuilt_unless_the_command_is_a_dry_run(storage, capsys):
     path = segment_files(storage, ".idx")[1]
     good = path.read_bytes()
     flip_byte(path, 140)
@@ -256,7 +256,7 @@ def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
     assert path.read_bytes() == good
 
 
-def test_a_rejected_segment_does_not_stop_the_repair_of_others(storage, capsys):
+def test_a_rejected_segment_does_not_stop_the_repair_of_other_segments(storage, capsys):
     flip_byte(segment_files(storage)[0], 39)
     flip_byte(segment_files(storage, ".idx")[1], 140)
     assert main(["disk", "repair-index", str(storage)]) == 1
@@ -299,7 +299,7 @@ def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage
     assert main(["disk", "verify", str(storage)]) == 0
 
 
-def test_a_pipe_that_is_closed_ends_a_dump_quietly(tmp_path):
+def test_a_closed_pipe_ends_a_dump_without_an_error_message(tmp_path):
     directory = log_of(tmp_path, [b"x" * 100] * 1000)
     script = "import sys; from waltz_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "disk", "dump-segment", str(directory)]

@@ -153,7 +153,7 @@ def test_a_silent_zookeeper_port_is_reported():
     ]
 
 
-def test_progress_names_the_processes_still_waited_for():
+def test_progress_names_the_processes_that_have_not_answered_yet():
     progress_lines, release = [], asyncio.Event()
 
     async def slow():

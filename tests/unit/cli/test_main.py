@@ -28,19 +28,19 @@ def test_a_group_without_a_subcommand_shows_subcommands_and_examples(capsys, gro
     assert f"Examples:\n  waltz-core {group} " in output
 
 
-def test_a_verb_of_two_words_is_shown_under_its_first_word(capsys):
+def test_a_subcommand_of_two_words_is_shown_under_its_first_word(capsys):
     assert main(["access"]) == 0
     assert "\n  token        create and revoke tokens\n" in capsys.readouterr().out
     assert main(["access", "token"]) == 0
     assert "\n  revoke  revoke a token" in capsys.readouterr().out
 
 
-def test_a_noun_without_verbs_runs_its_command(capsys):
+def test_a_group_without_subcommands_runs_its_own_command(capsys):
     assert main(["bench"]) == EXIT_USAGE_ERROR
     assert "the following arguments are required: WORKLOAD" in capsys.readouterr().err
 
 
-def test_the_help_of_a_verb_begins_with_its_description(capsys):
+def test_the_help_of_a_subcommand_begins_with_its_description(capsys):
     assert main(["cluster", "prefer", "--help"]) == 0
     output = capsys.readouterr().out
     assert "Make a server the preferred owner of some partitions." in output
@@ -74,7 +74,7 @@ def test_an_error_for_a_command_of_waltz_0_13_names_the_new_command(arguments):
     assert arguments_of_group is groups
 
 
-def test_a_daemon_imports_no_module_of_other_verbs():
+def test_a_daemon_imports_no_module_of_other_commands():
     code = (
         "import sys; from waltz_core.cli.main import main;"
         "assert main(['storage', 'run', '--help']) == main(['server', 'run', '--help']) == 0;"
@@ -88,7 +88,7 @@ def test_a_daemon_imports_no_module_of_other_verbs():
     assert run_python(code) == "[]"
 
 
-def test_help_imports_no_verb_and_plain_output_does_not_import_rich():
+def test_help_imports_no_command_module_and_plain_output_does_not_import_rich():
     code = (
         "import sys; from waltz_core.cli.main import main;"
         "[main(words.split()) for words in ('--help', 'cluster', 'client --help', 'storage')];"
@@ -172,7 +172,9 @@ def test_every_argument_and_option_of_a_command_is_explained(group):
         ("waltz-core config show ", set(CONFIG_TYPES_BY_KIND)),
     ],
 )
-def test_a_shell_completes_nouns_verbs_options_and_values(arguments, expected, capsys, monkeypatch):
+def test_a_shell_completes_groups_subcommands_options_and_values(
+    arguments, expected, capsys, monkeypatch
+):
     monkeypatch.setenv("_WALTZ_CORE_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", arguments)
     monkeypatch.setenv("COMP_CWORD", str(arguments.count(" ")))

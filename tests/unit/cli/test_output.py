@@ -75,7 +75,9 @@ def test_progress_appears_on_a_terminal_after_a_while_and_is_removed(
 
 
 @pytest.mark.parametrize("first_shown_s", [0.0, 60.0])
-def test_a_verb_without_a_loop_draws_progress_when_it_reports(terminal, monkeypatch, first_shown_s):
+def test_a_command_without_an_event_loop_draws_progress_when_it_reports(
+    terminal, monkeypatch, first_shown_s
+):
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(progress, "SHOW_AFTER_S", first_shown_s)
     with ProgressLine() as line:

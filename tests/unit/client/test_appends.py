@@ -150,7 +150,7 @@ PIPELINED_STATE = PipelinedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset
     "fields", [{"is_attempt": True}, {"pipelined_state": PIPELINED_STATE}, {"deadline_s": 0.0}, {}]
 )
 @run_on_virtual_loop
-async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
+async def test_appends_that_must_be_computed_again_are_not_resent(monkeypatch, fields, reason):
     """Appends of a context are computed again, as are appends that depend on a lost one."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
@@ -170,7 +170,7 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
 
 
 @run_on_virtual_loop
-async def test_the_error_of_an_append_over_a_limit_names_the_pause():
+async def test_the_error_of_an_append_over_a_limit_names_the_retry_pause():
     author = Author()
     future = author.append(deadline_s=0.0)
     outcome = BatchOutcome.all_rejected(
@@ -219,7 +219,7 @@ async def test_a_waiting_batch_fails_if_its_partition_is_abandoned_or_earlier_ro
 
 
 @run_on_virtual_loop
-async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost(monkeypatch):
+async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_the_same_order_is_lost(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_WHEN_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
     first = author.append_batch(order)

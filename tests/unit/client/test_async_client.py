@@ -325,7 +325,7 @@ async def test_batches_stay_within_the_servers_row_limit():
 
 
 @run_on_virtual_loop
-async def test_rows_lost_with_a_session_are_sent_again_and_batches_are_reported():
+async def test_rows_lost_with_a_session_are_resent_and_lost_batches_are_reported():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         server = cluster.servers[0]
@@ -504,7 +504,7 @@ async def test_a_context_without_data_is_rejected():
 
 
 @run_on_virtual_loop
-async def test_retries_end_with_their_limit():
+async def test_retries_end_at_their_limit():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0, write_locks=[lock("counter")]))
         context = CounterContext({"value": 0})
@@ -569,7 +569,9 @@ async def test_data_of_consecutive_transactions_is_fetched_together():
     ],
 )
 @run_on_virtual_loop
-async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
+async def test_a_poison_transaction_is_handled_by_the_policy_of_the_application(
+    policy, seen, calls
+):
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append_batch(0, batch_of(*[b"x"] * 5), 5, client_high_water_mark=-1))
         callbacks = RecordingCallbacks()

@@ -103,7 +103,7 @@ def test_outcomes_are_counted_by_reason() -> None:
     assert total.rejected["failed"] == 6
 
 
-def test_appends_rejections_and_attempts_are_counted_over_all_clients() -> None:
+def test_counters_of_appends_rejections_and_attempts_include_all_clients() -> None:
     with MemoryWaltz(partition_count=2) as waltz:
         with waltz.client() as first_client, waltz.client() as second_client:
             for client in (first_client, second_client):
@@ -128,7 +128,7 @@ def test_appends_rejections_and_attempts_are_counted_over_all_clients() -> None:
         assert value(APPENDED, 1) is None
 
 
-def test_a_feed_lags_by_the_transactions_that_its_callbacks_have_not_applied() -> None:
+def test_the_lag_of_a_feed_counts_the_transactions_not_applied_by_its_callbacks() -> None:
     view = SlowView()
     with (
         MemoryWaltz(partition_count=1) as waltz,

@@ -101,7 +101,7 @@ values_of_a_log = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 @settings(max_examples=40)
 @given(values_of_a_log, st.sets(st.integers(0, 3), min_size=1), st.data())
-def test_a_filtered_feed_stays_dense_with_any_frames_and_repeated_transactions(
+def test_a_filtered_feed_has_no_gaps_or_duplicates_with_any_overlapping_batches(
     values, wanted, drawn
 ):
     wanted = tuple(sorted(wanted))
@@ -125,7 +125,7 @@ def test_a_filtered_feed_stays_dense_with_any_frames_and_repeated_transactions(
 
 
 @pytest.mark.parametrize("offsets", [(1, 0), (1, 1), (-1, 1), (1, 3)])
-def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
+def test_offsets_that_are_out_of_order_or_outside_of_their_feed_batch_are_rejected(offsets):
     offset_bytes = struct.pack(">2i", *offsets)
     message = FeedBatch(req(-1), 0, 3, header_bytes([7, 8]), 1, -1, bytes(16), offset_bytes)
     assert "2 offsets" in filtered_cursor(7, 8).accept_batch(message)
@@ -137,7 +137,9 @@ def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
     st.lists(st.integers(6, 9), max_size=4),
     st.integers(0, 3),
 )
-def test_a_filtered_batch_is_whole_or_rejected_with_a_reason(count, offsets, values, surplus):
+def test_an_inconsistent_filtered_feed_batch_is_rejected_with_a_reason(
+    count, offsets, values, surplus
+):
     offset_bytes = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
     message = FeedBatch(req(-1), 0, count, header_bytes(values), 1, -1, bytes(16), offset_bytes)
     batch = filtered_cursor(7, 8).accept_batch(message)
