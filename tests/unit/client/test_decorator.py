@@ -63,7 +63,7 @@ def test_function_partition_by_must_return_a_lock():
 
 
 @run_on_virtual_loop
-async def test_submitted_functions_are_in_the_log():
+async def test_the_transactions_of_submitted_functions_are_in_the_log():
     @transactional(partition=1)
     async def append_word(builder: TransactionBuilder, word: str) -> bool:
         builder.set_transaction_data(word)

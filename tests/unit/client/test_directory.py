@@ -97,7 +97,7 @@ async def request_concurrently(zookeeper, count, *, cancelled=None):
 OWNER = Owner("a:1", 3)
 
 
-def test_a_cancelled_caller_of_a_shared_request_does_not_cancel_others():
+def test_a_cancelled_caller_of_a_shared_request_does_not_cancel_the_other_callers():
     zookeeper = AnsweringZooKeeper()
     assert run_in_virtual_time(request_concurrently(zookeeper, 3, cancelled=1)) == [
         OWNER,

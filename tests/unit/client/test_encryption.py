@@ -138,7 +138,7 @@ def test_data_is_none_with_a_reason_if_the_key_is_missing(directory: Path) -> No
 
 
 @run_on_loop
-async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -> None:
+async def test_an_async_client_encrypts_payloads_and_reports_lost_keys(directory: Path) -> None:
     with MemoryWaltz(1) as waltz:
         async with waltz.async_client(config(directory, key="a")) as client:
             await (await client.append(b"one"))

@@ -200,7 +200,7 @@ def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monk
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EOPNOTSUPP, 0])
-def test_reads_that_are_not_in_the_page_cache_run_on_a_thread(files, reader, monkeypatch, error):
+def test_records_outside_of_the_page_cache_are_read_on_a_thread(files, reader, monkeypatch, error):
     files.read(reader, 10, 29)
     system_call = Preadv(monkeypatch, error)
     records = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]

@@ -149,7 +149,7 @@ def test_a_wrong_number_of_lengths_in_an_answer_with_locations_is_a_protocol_err
         )
 
 
-def test_records_beyond_the_requested_range_of_a_replica_are_not_trusted():
+def test_records_of_a_replica_beyond_the_requested_range_are_not_trusted():
     assert [fetch_from_storage(Storage(count)).next for count in (1, 4)] == [11, 14]
     expected = r"s1:6001 .*: expected no transaction after 13, found transactions 10\.\.14"
     with pytest.raises(errors.RemoteProtocolError, match=expected):
@@ -173,7 +173,7 @@ def test_headers_with_a_wrong_crc_in_the_answer_of_a_replica_are_not_trusted(at:
         headers_from_replica(bytes(bad), crc32(good))
 
 
-def test_records_beyond_the_requested_range_of_a_server_are_not_trusted():
+def test_headers_of_a_server_beyond_the_requested_range_are_not_trusted():
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
     found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
     with pytest.raises(errors.RemoteProtocolError, match="transaction after 13"):
@@ -310,7 +310,7 @@ def test_a_repeated_read_uses_the_same_replica(monkeypatch: pytest.MonkeyPatch):
             assert requested_addresses(monkeypatch, (), first=first, order=order) == once
 
 
-def test_if_nearby_replicas_fail_the_others_and_then_the_server_are_queried(
+def test_other_replicas_and_then_the_server_are_queried_if_nearby_replicas_fail(
     monkeypatch: pytest.MonkeyPatch,
 ):
     near = ("s1:1", "s3:1")

@@ -59,7 +59,7 @@ def test_a_scan_has_each_transaction_of_each_partition_in_order(client: WaltzCli
     assert {row["partition"] for row in table["request_id"].to_pylist()} == {0, 2}
 
 
-def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClient):
+def test_fields_of_payloads_become_columns_in_the_order_of_the_schema(client: WaltzClient):
     fill(client, 1, 2)
     client.append(msgpack.packb({"id": 7}), partition=1).result()  # no field "owner"
     table = client.scan(1, schema=SCHEMA_WITH_OWNER).read_all()
@@ -232,7 +232,7 @@ def test_an_invalid_argument_is_rejected_when_scan_is_called(
 
 
 @pytest.mark.parametrize("name", ["start", "stop"])
-def test_an_id_after_the_end_of_the_log_is_data_loss(client: WaltzClient, name):
+def test_a_scan_with_an_id_after_the_end_of_the_log_reports_data_loss(client: WaltzClient, name):
     fill(client, 0, 3)
     with pytest.raises(errors.DataLoss, match=f"{name}, partition 0: expected at most 3"):
         client.scan(0, **{name: 4})

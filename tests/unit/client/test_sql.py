@@ -241,7 +241,7 @@ def test_a_database_restored_to_an_older_state_is_reported(engine: sa.Engine) ->
     assert callbacks.total == 5
 
 
-def test_a_context_claims_the_mark_in_the_database(engine: sa.Engine) -> None:
+def test_a_context_that_reads_a_view_uses_the_mark_in_the_database(engine: sa.Engine) -> None:
     callbacks = TotalView(engine)
     builder = TransactionBuilder(PartitionId(0), TransactionId(77))
     with pytest.raises(BadRequest, match="Hint: subscribe the view to"), callbacks.reading(builder):

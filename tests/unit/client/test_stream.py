@@ -451,7 +451,7 @@ def test_missing_answers_time_out():
     assert scenario.wake(SETTINGS.retry_interval_ms_max) == [stream_events.OpenLink(2, (1,))]
 
 
-def test_an_answer_that_does_not_fit_its_submission_leaves_it_in_doubt():
+def test_an_answer_that_does_not_fit_leaves_its_submission_in_doubt():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=2)))
     assert scenario.receive(committed_result(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
@@ -732,7 +732,7 @@ def test_late_batches_of_an_ended_feed_are_ignored():
     assert scenario.stream.phase is not Phase.READY
 
 
-def test_a_restarted_feed_ignores_messages_of_the_earlier_one():
+def test_a_restarted_feed_ignores_messages_of_the_earlier_feed():
     scenario = Scenario()
     request = scenario.mount_with_feed(4)
     scenario.step(stream_events.Unsubscribe())
@@ -785,7 +785,7 @@ def test_repeated_feed_records_are_dropped():
     assert scenario.receive(feed_batch(request.req_id, 1, *rows[1:])) == []
 
 
-def test_a_gap_in_the_feed_is_never_delivered():
+def test_a_feed_batch_after_a_gap_is_not_delivered_and_a_new_link_is_opened():
     scenario = Scenario()
     request = scenario.mount_with_feed(-1)
     effects = scenario.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))
@@ -837,7 +837,7 @@ def test_a_feed_that_lags_far_is_resumed_after_its_records_were_fetched():
     assert (mount.high_water_mark, mount.wants_feed) == (480, True)
 
 
-def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
+def test_a_log_that_ends_below_the_clients_mark_stops_the_stream_with_an_error():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(90))
     scenario.answer_mount(scenario.open_link(), 50)
@@ -915,7 +915,7 @@ def test_every_feed_batch_raises_the_known_high_water_mark():
     assert scenario.stream.high_water_mark == 4
 
 
-def test_a_new_assignment_also_ends_a_hanging_dial():
+def test_a_new_assignment_ends_a_hanging_dial():
     scenario = Scenario()
     scenario.step(stream_events.SendAppends(submission(1)))
     first = scenario.opening

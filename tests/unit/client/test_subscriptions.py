@@ -219,7 +219,7 @@ async def test_a_context_waits_while_its_partition_is_paused():
 
 
 @run_on_virtual_loop
-async def test_a_context_whose_partition_stays_paused_expires():
+async def test_a_context_expires_if_its_partition_stays_paused():
     async with two_clients() as (_, first_client, second_client):
         callbacks = ResumingCallbacks()
         await second_client.subscribe(callbacks, [0])
@@ -420,7 +420,7 @@ async def test_after_a_partition_was_unsubscribed_appends_use_only_the_applied_m
 
 
 @run_on_virtual_loop
-async def test_a_deadline_ends_an_execute_that_waits():
+async def test_a_deadline_ends_a_context_whose_function_execute_waits():
     async with two_clients() as (_, one, _two):
         context = WithdrawContext(asyncio.Event().wait)
         with pytest.raises(errors.Unavailable, match=r"after 300 ms .* execute was still running"):
@@ -482,7 +482,7 @@ async def test_a_cancelled_close_continues_and_the_next_call_of_close_waits_for_
 
 
 @run_on_virtual_loop
-async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
+async def test_a_context_that_waits_for_a_feed_ends_when_its_client_closes():
     """The context waits in the caller's task, which is not cancelled."""
     async with memory_cluster() as cluster:
         client = cluster.client()
@@ -556,7 +556,7 @@ async def test_cancelling_a_call_of_submit_raises_exception_cancelled_error():
 
 
 @run_on_virtual_loop
-async def test_a_feed_that_cannot_continue_ends_all_waits_for_it():
+async def test_all_waits_for_a_feed_end_if_the_feed_cannot_continue():
     """For example, the process has no free thread on which to apply."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = ResumingCallbacks()
@@ -733,7 +733,7 @@ async def test_a_context_completes_although_the_feed_failed_to_start():
 
 
 @run_on_virtual_loop
-async def test_a_wait_for_a_feed_of_a_closing_client_ends():
+async def test_a_wait_for_a_feed_ends_when_the_client_closes():
     async with memory_cluster() as cluster:
         client, callbacks = await cluster.client().open(), SlowMarkCallbacks()
         await client.subscribe(callbacks, [])

@@ -261,7 +261,9 @@ def list_interrupted(client):
         lambda client: client.append(b"x", partition=0),
     ],
 )
-def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, call):
+def test_a_call_fails_if_the_client_closes_before_the_call_reaches_the_event_loop(
+    monkeypatch, call
+):
     """The client is closed after the check that it is open, before the call is in its loop."""
     client = WaltzClient.at(LAYOUT)
     check_usable = client._check_usable

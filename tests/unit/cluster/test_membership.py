@@ -189,7 +189,7 @@ async def test_a_preference_stays_if_no_server_takes_the_partition(cluster):
 
 @pytest.mark.parametrize("fault", WriteFault)
 @run_in_cluster
-async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
+async def test_a_server_registers_once_despite_a_write_of_unknown_outcome(cluster, fault):
     member, session = cluster.member()
     session.faults = [fault, fault]
     await member.register(server_descriptor(1))

@@ -106,7 +106,7 @@ def test_a_mark_above_the_log_is_rejected(key):
     with_gateway(scenario)
 
 
-def test_an_idempotency_key_records_the_rejection_of_a_mark_above_the_log():
+def test_the_rejection_of_a_mark_above_the_log_is_stored_under_the_idempotency_key():
     async def scenario(world, _gateway, client):
         ahead = row("x", write_locks=[SEAT], mark=0)
         first = await client.append(ahead, key="k")

@@ -112,7 +112,9 @@ def test_a_token_that_is_not_valid_is_rejected_at_once(files):
     with_access(files, scenario)
 
 
-def test_a_wrong_token_does_not_close_the_client_of_another_caller(files, monkeypatch):
+def test_a_request_with_a_wrong_token_does_not_close_the_client_of_another_caller(
+    files, monkeypatch
+):
     monkeypatch.setattr(callers, "CALLERS_MAX", 1)
 
     async def scenario(gateway, _access):

@@ -32,7 +32,7 @@ def rejection(call):
     return caught.value
 
 
-def test_a_transaction_has_data_and_defaults():
+def test_a_transaction_with_only_data_gets_default_values():
     (row,) = parse({"data": HELLO})
     assert row == (b"hello", 0, -1, (), (), (), None)
 

@@ -646,7 +646,7 @@ def test_lost_metadata_is_reported(case):
     )
 
 
-def test_an_interrupted_rebuild_continues(case):
+def test_an_interrupted_rebuild_is_reported_with_the_command_that_continues_it(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
     finding = case.only_finding("rebuilding-unfinished")

@@ -153,7 +153,7 @@ def test_an_interrupted_adoption_requires_all_recorded_replicas():
 # states that are written to ZooKeeper
 
 
-def test_an_opening_records_the_state_of_each_replica():
+def test_the_opening_of_a_session_records_the_state_of_each_replica():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(HistoryOrigin.RECORDED, states)
     recovery.on_prepared(A, prepared(9), OWN_ID)

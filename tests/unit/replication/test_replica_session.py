@@ -59,7 +59,7 @@ def test_redials_back_off_and_the_backoff_resets_after_success(session):
         (wire.Repair, (0, b"", b"", 0), True),
     ],
 )
-def test_a_replica_cannot_rejoin_if_its_connection_is_lost_during_a_change(
+def test_a_replica_cannot_rejoin_if_its_connection_is_lost_during_a_request_that_writes(
     session, kind, fields, damaged
 ):
     connect(session)

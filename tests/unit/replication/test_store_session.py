@@ -182,7 +182,9 @@ def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
         (errors.StorageIdMismatch("another"), LIMITS.rejected_retry_ms),
     ],
 )
-def test_a_storage_without_its_assignment_is_queried_again_soon(monkeypatch, error, wait_ms):
+def test_a_rejected_replica_is_dialed_again_after_the_pause_for_its_error(
+    monkeypatch, error, wait_ms
+):
     def refuse(_prefix, _message):
         raise error
 

@@ -126,7 +126,7 @@ def test_the_feed_of_a_mount_ends_at_the_requested_id() -> None:
     assert frames(deliver_all(machine), 1) == [(5, 5)]
 
 
-def test_a_feed_request_covers_a_minimum_of_ids_and_is_answered_at_their_end() -> None:
+def test_a_feed_request_covers_a_minimum_of_ids_and_the_feed_is_suspended_after_them() -> None:
     machine = feed(1, grant=4)
     mount(machine, 1, 1, 1)
     deliver_all(machine)

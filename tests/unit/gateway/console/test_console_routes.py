@@ -101,7 +101,7 @@ def test_a_file_that_has_not_changed_is_not_sent_again():
     with_gateway(scenario)
 
 
-def test_the_policy_permits_only_files_of_the_gateway():
+def test_the_content_security_policy_permits_only_files_of_the_gateway():
     sources = dict(each.strip().split(" ", 1) for each in CONTENT_SECURITY_POLICY.split(";"))
     assert sources["default-src"] == sources["base-uri"] == sources["form-action"] == "'none'"
     assert sources["frame-ancestors"] == "'none'"
@@ -276,7 +276,7 @@ def test_a_malformed_change_is_rejected(body, error):
     with_gateway(scenario)
 
 
-def test_a_change_runs_after_the_request(monkeypatch):
+def test_a_change_runs_after_the_answer_to_its_request(monkeypatch):
     async def scenario(world, gateway):
         @asynccontextmanager
         async def open_session(_connect):

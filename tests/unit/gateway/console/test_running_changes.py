@@ -187,7 +187,7 @@ async def test_a_grant_for_anonymous_permits_callers_without_a_token(monkeypatch
 
 
 @run_on_virtual_loop
-async def test_a_permission_revoked_before_the_start_denies_the_change(
+async def test_a_change_is_denied_if_its_permission_was_revoked_before_the_start(
     monkeypatch,
 ):
     async with open_world(monkeypatch, WITH_AUTH_FILE, PERMISSIONS) as world:
@@ -295,7 +295,7 @@ async def test_a_change_that_times_out_reports_its_pending_step(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_a_gateway_that_stops_records_the_interruption(monkeypatch):
+async def test_a_stopping_gateway_records_the_interruption_of_its_changes(monkeypatch):
     async with open_world(monkeypatch) as world:
         running = await world.start()
         await poll_until(lambda: world.calls)
@@ -308,7 +308,7 @@ async def test_a_gateway_that_stops_records_the_interruption(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_a_gateway_that_stops_waits_for_zookeeper_for_a_limited_time(monkeypatch):
+async def test_a_stopping_gateway_waits_for_zookeeper_for_a_limited_time(monkeypatch):
     async with open_world(monkeypatch) as world:
         change = await world.start()
         await poll_until(lambda: world.calls)
