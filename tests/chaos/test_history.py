@@ -102,7 +102,9 @@ def test_a_conflicting_write_after_a_rejection_does_not_explain_the_rejection(hi
     assert any("no client had written its locks" in problem for problem in history.wrong())
 
 
-def test_a_new_session_may_reject_only_appends_in_flight(history: History):
+def test_a_new_session_may_reject_without_a_conflict_at_most_the_appends_in_flight(
+    history: History,
+):
     history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
     history.lines.append(["reported", "e", "rejected", -1, 4.5, ""])
     verdict = check_history([history.current_run()], history.log)
@@ -143,7 +145,7 @@ def test_a_mark_below_a_reported_commit_or_above_the_log_is_detected(history: Hi
     assert any(f"received mark {mark}" in problem for problem in history.wrong())
 
 
-def test_a_commit_of_the_four_writers_that_is_missing_in_the_log_is_detected(history: History):
+def test_a_reported_commit_that_is_missing_in_the_log_is_detected(history: History):
     history.lines[-2] = ["reported", "c", "committed", 3, 3.5, ""]
     assert any("c was reported as committed, but is not" in problem for problem in history.wrong())
 

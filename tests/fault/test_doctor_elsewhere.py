@@ -78,7 +78,9 @@ SLOW_FAULTS = ("storage-unavailable", "no-server")
         for each in FAULTS
     ],
 )
-def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fault: Fault):
+def test_the_command_printed_by_the_doctor_starts_the_process(
+    diagnosed: DiagnosedCluster, fault: Fault
+):
     cluster = diagnosed.cluster()
     doctor_options = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)

@@ -356,7 +356,7 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
     assert pids_at(directory) == []
 
 
-def test_commands_without_a_cluster_name_local_up(directory: Path):
+def test_commands_without_a_cluster_suggest_local_up(directory: Path):
     for subcommand in ("status", "down"):
         assert "Hint: `waltz-core local up` starts one." in rejection_of(
             local(directory, subcommand)

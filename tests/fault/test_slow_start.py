@@ -54,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 @pytest.mark.parametrize(
     ("kind", "answers"), [("server", 1), ("server", 4), ("storage", 2), ("storage", 6)]
 )
-def test_a_start_waits_for_a_zookeeper_that_does_not_answer(
+def test_a_starting_daemon_waits_for_a_zookeeper_that_does_not_answer(
     cluster: LocalCluster, tmp_path: Path, kind: str, answers: int
 ):
     (zookeeper,) = cluster.zookeepers

@@ -90,7 +90,7 @@ def audited(
         yield Audited(access, logs, disk)
 
 
-def test_requests_of_administrators_and_denials_are_in_the_logs(audited: Audited):
+def test_administrative_requests_and_denials_are_in_the_audit_logs(audited: Audited):
     assert audited.ask(WireProtocol.ADMIN, SetAvailable(1, (PERMITTED_PARTITION,), True)) == Done(1)
     answer = audited.ask(WireProtocol.CLIENT, AddPreferredRequest(REQ_ID, (PERMITTED_PARTITION,)))
     assert answer == AddPreferredResponse(REQ_ID, True)

@@ -319,7 +319,7 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
     assert health["partitions"] == [0, 2]
 
 
-def test_partitions_are_independent(tmp_path):
+def test_partitions_of_one_storage_have_independent_sessions(tmp_path):
     async def main():
         async with serving(config_for(tmp_path)) as address:
             async with (

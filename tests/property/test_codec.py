@@ -98,7 +98,7 @@ def test_any_message_round_trips(case):
 
 
 @given(st.sampled_from(sorted(fields.VARIABLE_FORMATS, key=lambda kind: kind.name)), st.data())
-def test_any_value_of_a_variable_kind_round_trips(kind, data):
+def test_any_value_of_a_field_type_with_variable_length_round_trips(kind, data):
     write, read = fields.VARIABLE_FORMATS[kind]
     value = data.draw(VALUES[kind])
     out = fields.FieldWriter()

@@ -646,7 +646,7 @@ def test_checker_stale_mark_detects_a_linearizable_mark_below_an_acknowledged_id
             world.checks.on_client_received(world.client, world.link, outcome)
 
 
-def test_a_flush_covers_all_earlier_appends(world):
+def test_checker_flush_detects_a_flush_answered_before_an_earlier_append(world):
     append_id = ReqId(1, 0, 0, 77_777)
     request = m.AppendRequest(append_id, 0, (), (), (), 7, b"", 0)
     world.checks.on_client_sent(world.client, world.link, request)
@@ -1288,7 +1288,7 @@ def test_states_that_were_never_reached_are_listed():
     assert missing_states(counts) == ["replica joined an open session", "NO_SPACE"]
 
 
-def test_checkers_change_nothing():
+def test_checkers_do_not_change_the_run():
     """A run is the same whether a checker reads the replicas' records or not."""
     plain, checked = World(), World()
     checked.checks.replicas.check_log_state(checked.storage, checked.storage.log)

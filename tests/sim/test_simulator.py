@@ -208,7 +208,9 @@ class TestAbandonedLinks:
         assert began_us < late[0] < linked.answered[-1].at_us
         assert list(linked.network.links.values()) == [linked.link]
 
-    def test_a_link_held_in_one_direction_is_open_in_the_other_until_it_closes(self, linked):
+    def test_a_link_held_in_one_direction_delivers_messages_in_the_other_until_it_closes(
+        self, linked
+    ):
         late = self.held(linked)
         linked.send(FAR, 8)
         linked.world.run(1_000_000)

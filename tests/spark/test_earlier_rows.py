@@ -120,7 +120,7 @@ def counted_once(rows: list[bytes]) -> Counter[bytes]:
     return Counter(dict.fromkeys(rows, 1))
 
 
-def test_a_run_with_other_partitions_appends_nothing(write: Write) -> None:
+def test_a_run_for_other_partitions_is_rejected_and_appends_nothing(write: Write) -> None:
     """The run would not read back the rows of the first run in partitions 2 and 3."""
     rows, job = rows_of(0, 20), write.job()
     job.write_task(batches_of(rows), 0, 0)
@@ -160,7 +160,9 @@ def test_without_exactly_once_a_repeated_write_duplicates_rows(write: Write) -> 
     assert max(off.in_log().values()) == 2
 
 
-def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
+def test_an_attempt_finds_earlier_rows_in_another_order_even_if_rows_are_equal(
+    write: Write,
+) -> None:
     rows, job = [b"same"] * 40 + rows_of(0, 40), write.job()
     run_until_killed(write, job, rows, 60)
     shuffled = [(rows[n], n % PARTITIONS) for n in range(80)]
@@ -214,7 +216,7 @@ def test_an_older_attempt_that_still_runs_writes_nothing(write: Write) -> None:
     assert write.in_log() == counted_once(rows)
 
 
-def test_a_second_run_of_a_job_continues_the_first(write: Write) -> None:
+def test_a_second_run_of_a_job_continues_where_the_first_run_stopped(write: Write) -> None:
     first, rows = write.job(), {task: rows_of(task, 60) for task in range(3)}
     first.write_task(batches_of(rows[0]), 0, 0)
     run_until_killed(write, first, rows[1], 40, task=1)

@@ -95,7 +95,7 @@ def test_every_statement_of_the_docs_works_or_is_rejected_as_documented(
     assert text[0] == lock("aircraft", "N14228")
 
 
-def test_a_view_reads_what_a_reader_reads(
+def test_a_sql_view_returns_the_same_rows_as_a_batch_read(
     sql: SparkSession, connect: str, marks: dict[int, int]
 ) -> None:
     rows = sql.sql("SELECT CAST(id AS STRING) AS data, CAST(id % 4 AS INT) AS header FROM range(9)")
@@ -147,7 +147,7 @@ def test_an_insert_with_locks_is_rejected_after_a_conflict(
         sql.sql(f"INSERT INTO first VALUES ('clara', array({hashes[1]}))")
 
 
-def test_a_table_gets_its_options_at_each_use(
+def test_a_sql_table_gets_the_options_of_each_statement_that_uses_it(
     sql: SparkSession, connect: str, marks: dict[int, int]
 ) -> None:
     columns = "(partition INT, data BINARY)"

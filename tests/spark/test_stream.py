@@ -76,7 +76,7 @@ def start_marks(connect: str) -> dict[int, int]:
     return marks_of(connect)
 
 
-def test_a_stream_reads_what_a_batch_reads(
+def test_a_stream_returns_the_same_rows_as_a_batch_read(
     spark: SparkSession, connect: str, start_marks: dict[int, int], tmp_path: Path
 ) -> None:
     append(connect, 300)

@@ -40,7 +40,7 @@ def test_each_metric_is_in_the_table(name: str) -> None:
     assert sorted(each for each in matches if not is_metric(each)) == []
 
 
-def test_histograms_have_suffixes() -> None:
+def test_a_histogram_name_is_a_metric_only_with_its_suffix() -> None:
     assert is_metric("waltz_server_append_seconds_bucket")
     assert not is_metric("waltz_server_append_seconds")
     assert not is_metric("waltz_server_queued_bytes_bucket")

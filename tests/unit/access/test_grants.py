@@ -95,7 +95,9 @@ def granted(verb=READ, partitions=()):
         (((0, 3),), (), False),
     ],
 )
-def test_a_later_grant_covers_an_earlier_one_only_with_all_its_partitions(earlier, now, is_covered):
+def test_a_grant_covers_an_earlier_grant_only_if_it_has_all_of_its_partitions(
+    earlier, now, is_covered
+):
     assert granted(READ, now).includes(granted(READ, earlier)) is is_covered
     assert not granted(APPEND, now).includes(granted(READ, earlier))
     assert granted(READ, now).includes(GRANTS.for_principal("stranger"))

@@ -89,7 +89,7 @@ partition_sets = st.sets(st.integers(0, COUNT - 1), min_size=1)
 
 
 @given(st.lists(st.tuples(st.booleans(), partition_sets), max_size=8))
-def test_grants_and_revocations_are_unions_and_differences(steps):
+def test_grants_add_partitions_and_revocations_remove_them(steps):
     found, expected = EMPTY, set()
     for is_grant, numbers in steps:
         ranges = changes.ranges_of(numbers)

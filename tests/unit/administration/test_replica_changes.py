@@ -66,7 +66,7 @@ def test_a_storage_that_does_not_run_is_rejected_as_a_replacement():
     assert asyncio.run(take_over()) == {OLD_STORAGE}
 
 
-def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
+def test_a_replacement_storage_that_gets_no_replicas_is_reported():
     async def add_storage_back():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)

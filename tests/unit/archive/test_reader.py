@@ -206,7 +206,7 @@ def test_a_range_ends_before_damaged_records_and_a_read_of_them_fails(store, cac
     check(log, reader.read_range(102, 110, UNLIMITED_BYTES), 102, 110, UNLIMITED_BYTES)
 
 
-def test_records_that_the_chain_does_not_cover_are_rejected(store, cache, tmp_path):
+def test_records_that_do_not_match_the_chain_are_rejected(store, cache, tmp_path):
     """The records of another valid object with the same IDs."""
     log = write_archive(store)
     other = CountingStore(f"file://{tmp_path}/other")

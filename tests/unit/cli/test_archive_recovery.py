@@ -94,7 +94,9 @@ def test_an_archive_without_manifests_counts_as_empty_if_all_logs_begin_at_0(arc
 @pytest.mark.parametrize(
     ("url", "location"), [("", "no archive is configured"), ("file:///nowhere", "file:///nowhere")]
 )
-def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, location):
+def test_a_partition_with_removed_records_is_rejected_if_its_archive_is_not_found(
+    archive, url, location
+):
     with pytest.raises(BadRequest) as caught:
         find(archive, url=url, starts={STORAGE_B: 9})
     assert (

@@ -49,7 +49,7 @@ def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
         ({A: log(8, 99, is_damaged=True), B: log(7, 90)}, B),  # a damaged log is the last choice
     ],
 )
-def test_the_best_log_is_chosen(logs, expected):
+def test_the_longest_undamaged_log_of_the_latest_session_is_chosen(logs, expected):
     assert _choose_replica(None, 0, logs) == expected
 
 

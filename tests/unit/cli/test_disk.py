@@ -74,7 +74,7 @@ def test_verify_reports_the_damage_and_exits_with_1(storage, capsys):
     assert value["partitions"][0]["unchecked_batches"] == 1
 
 
-def test_a_limit_bounds_the_number_of_shown_findings(storage, capsys):
+def test_option_limit_bounds_the_number_of_shown_findings(storage, capsys):
     for path in segment_files(storage):
         flip_byte(path, 200)
     assert main(["disk", "verify", str(storage), "--limit", "1"]) == 1

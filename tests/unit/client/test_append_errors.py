@@ -39,7 +39,7 @@ def test_mounts_are_retried_unless_the_error_is_permanent():
 
 
 @pytest.mark.parametrize("reason", RowOutcomeCode)
-def test_a_transient_rejection_loses_the_order_of_an_ordered_append(reason):
+def test_a_transient_rejection_breaks_the_order_of_ordered_appends(reason):
     one = replace(submission(1), keeps_order=True)
     outcome = BatchOutcome(
         0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])

@@ -360,7 +360,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 
 @run_on_virtual_loop
-async def test_a_failed_stream_does_not_wait_for_its_server():
+async def test_appends_to_a_failed_stream_fail_instead_of_waiting_for_the_server():
     """If the stream waited, the client would regard the server as silent and watch ZooKeeper."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
