@@ -181,7 +181,7 @@ def test_counters_stay_right_if_clients_notice_late_that_a_partition_moved_and_r
                 await applied_more(models)
                 async with asyncio.TaskGroup() as serving:
                     second = await world.serve(serving)
-                    await second.prefer((PartitionId(0),), ())
+                    await second.change_preferences((PartitionId(0),), ())
                     await poll_until(lambda: 0 in second.hosts and 0 not in first.hosts)
                     await poll_until(lambda: second.hosts[PartitionId(0)].is_open)
                     await poll_until(

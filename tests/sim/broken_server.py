@@ -147,7 +147,7 @@ def rows_see_no_rows_of_their_batch() -> Patches:
 
     def _estimates(self, requests, entered_rows, entered_slots):
         found = original(self, requests, entered_rows, entered_slots)
-        return found._replace(entered=found.before)
+        return found._replace(values_before_row=found.values_before_batch)
 
     yield replaced(LockTable, "_estimates", _estimates)
 

@@ -186,7 +186,7 @@ def in_gateway_world(
     async def main() -> None:
         async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as tasks:
             faults = Faults(Random(1))
-            faults.rate = fault_rate
+            faults.loss_rate = fault_rate
             server = MemoryServer(KEY, PARTITION_COUNT, faults, tasks)
             server.outcome_timeout_s = defaultdict(lambda: 0.05)
             server.client_ids = itertools.count(FIRST_ISSUED_ID)

@@ -1031,7 +1031,7 @@ def test_appends_in_doubt_have_unknown_outcomes_if_their_batches_have_expired() 
     (released,) = [
         effect for effect in world.rest if isinstance(effect, replication.OwnershipReleased)
     ]
-    assert "before the start of the log" in released.reason
+    assert "batches of an earlier store session" in released.reason
 
 
 def test_an_expiry_request_is_passed_to_the_store_and_answered() -> None:
