@@ -304,7 +304,7 @@ def test_the_snippets_of_the_encryption_page_run(
 
 
 @pytest.mark.parametrize("name", ["encryption_key_id", "encryption_required"])
-def test_settings_that_need_keys_are_rejected_without_them(name: str) -> None:
+def test_settings_that_need_keys_are_rejected_without_keys(name: str) -> None:
     with pytest.raises(errors.BadConfig, match=f"{name} requires setting encryption_keys"):
         replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key_id" else True})
 

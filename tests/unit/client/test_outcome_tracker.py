@@ -159,7 +159,7 @@ def test_every_row_of_every_submission_is_found_at_its_id(sizes, order):
         max_size=12,
     ),
 )
-def test_a_short_feed_batch_gives_the_same_outcomes_as_a_long_one(sizes, rows):
+def test_a_short_feed_batch_gives_the_same_outcomes_as_a_long_batch(sizes, rows):
     found = []
     for limit in (ONE_BY_ONE_MAX, -1):
         tracker, sequence = new_tracker(), 1

@@ -292,7 +292,7 @@ def requested_addresses(
     return requests
 
 
-def test_a_replica_nearby_is_queried_before_the_others(monkeypatch: pytest.MonkeyPatch):
+def test_a_nearby_replica_is_queried_before_other_replicas(monkeypatch: pytest.MonkeyPatch):
     for first in range(5):
         assert requested_addresses(monkeypatch, ("s3:1",), first=first) == ["s3:1"]
     near = ("s1:1", "s3:1")

@@ -201,7 +201,7 @@ def test_a_zookeeper_timeout_reports_the_earlier_failure(silent_from, expected):
 @pytest.mark.parametrize(
     ("silent_after_s", "expected"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
 )
-def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
+def test_the_error_names_the_cause_of_earlier_attempts(silent_after_s, expected):
     async def scenario():
         silent_at_s = asyncio.get_running_loop().time() + silent_after_s
 

@@ -110,7 +110,7 @@ def test_a_view_that_lags_applies_transactions_in_batches(
     assert len(view.sizes) < 20
 
 
-def test_a_single_transaction_is_applied_at_once(
+def test_a_single_transaction_is_applied_without_waiting_for_a_batch(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)
@@ -122,7 +122,7 @@ def test_a_single_transaction_is_applied_at_once(
     assert view.sizes == [1] * 8
 
 
-def test_a_skipped_transaction_does_not_skip_others(
+def test_all_other_transactions_are_applied_if_a_transaction_is_skipped(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)
@@ -182,7 +182,7 @@ def test_a_context_can_write_a_lock_of_a_transaction_that_its_view_filters_out(
         assert client.submit(add()).result(TEST_TIMEOUT_S) == 1
 
 
-def test_a_context_on_a_view_that_catches_up_reports_the_progress(
+def test_a_context_on_a_lagging_view_reports_how_far_the_view_has_caught_up(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)

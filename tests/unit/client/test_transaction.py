@@ -150,7 +150,7 @@ def test_the_ends_of_a_range_are_transaction_ids():
             check_range(3, first, last)
 
 
-def test_an_append_without_the_locks_of_earlier_appends_claims_no_predecessors():
+def test_an_append_states_predecessors_only_if_they_cover_all_its_checked_locks():
     one = builder()
     assert one.mark_and_state() == (-1, None)
     one.pipelined_state = replace(

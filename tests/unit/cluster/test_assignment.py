@@ -144,7 +144,7 @@ def test_a_move_raises_the_generation_of_moved_partitions_only():
     assert move_partitions(old, {}) == old
 
 
-def test_a_live_server_that_the_assignment_does_not_name_may_be_given_partitions():
+def test_partitions_can_move_to_a_live_server_that_the_assignment_does_not_list():
     """A 0.13 server that is the leader names only servers that own partitions."""
     old = PartitionAssignment(7, 2, {1: {0: 5, 1: 5}})
     assert move_partitions(old, {1: 2}) == PartitionAssignment(7, 2, {1: {0: 5}, 2: {1: 6}})

@@ -32,7 +32,7 @@ def test_a_short_disconnection_is_not_recorded():
     assert (history.disconnected_ms, history.reconnected_ms) == (0, None)
 
 
-def test_without_any_connection_zookeeper_is_unavailable_since_the_start():
+def test_without_any_connection_zookeeper_counts_as_unavailable_from_the_start():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     session.suspend()

@@ -39,7 +39,7 @@ def test_an_invalid_cluster_is_rejected(fields, problem):
         NewCluster(**{**good, **fields})
 
 
-def test_an_assignment_may_be_given():
+def test_a_new_cluster_may_have_a_given_replica_assignment():
     storages = (STORAGE, NewStorage("b:1", 2, 1))
     new = NewCluster("n", 4, KEY, storages, {"b:1": (1, 3)})
     assert new.replica_assignments.partitions == {"a:1": (), "b:1": (1, 3)}

@@ -66,7 +66,7 @@ async def test_a_raised_counter_is_not_lowered():
 
 
 @run_on_virtual_loop
-async def test_no_id_is_allocated_after_the_last_one():
+async def test_no_id_is_allocated_after_the_highest_id():
     (one,) = coordinators(1)
     await start(one)
     await put(one, model.INT32_MAX - 1)

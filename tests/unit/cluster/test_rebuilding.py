@@ -153,7 +153,7 @@ def test_other_logs_with_more_or_later_data_are_reported():
     assert rebuilding.describe_missing_in_chosen(logs["A"], logs)[0] == reason
 
 
-def test_ids_continue_above_all_allocated_ones():
+def test_after_a_loss_of_zookeeper_new_ids_are_derived_from_the_clock():
     year = 365 * 86_400
     assert rebuilding.first_id_after_loss(rebuilding.IDS_EPOCH_S + 5 * year) == 5 * year
     assert rebuilding.first_id_after_loss(0) == 1

@@ -70,7 +70,7 @@ async def test_a_failure_is_returned_only_to_the_callers_of_its_request():
 
 
 @run_on_virtual_loop
-async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
+async def test_other_callers_get_the_answer_if_one_caller_times_out():
     query = CountingQuery()
     shared_request = SharedRequest(query.run_query)
     async with asyncio.TaskGroup() as tasks:

@@ -45,7 +45,7 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
 
 
 @run_on_virtual_loop
-async def test_a_change_is_computed_again_after_a_concurrent_one():
+async def test_a_change_is_computed_again_after_a_concurrent_change():
     coordinator = await cluster()
     version = await coordinator.permissions.create(FIRST_REVISION, AUTHOR)
     seen = []

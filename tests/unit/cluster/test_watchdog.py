@@ -18,7 +18,7 @@ def test_a_running_loop_keeps_the_session():
         assert watchdog.may_keep_session(now_ms + 999)
 
 
-def test_a_session_may_expire_while_the_loop_hangs_and_not_after_the_loop_resumes():
+def test_a_session_may_expire_while_the_loop_hangs_but_not_after_the_loop_has_resumed():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     watchdog.beat(5_000)
     assert queries_until_expiry(watchdog, 1_000, 12_000) == [9_000, 10_000, 11_000, 12_000]

@@ -61,7 +61,7 @@ def test_the_precedence_of_sources_is_flag_environment_file_default(tmp_path):
     ]
 
 
-def test_waltz_connect_applies_to_every_kind_and_a_specific_variable_overrides_it():
+def test_variable_waltz_connect_is_the_default_for_all_processes_with_setting_connect():
     environment = {"WALTZ_CONNECT": "general", "WALTZ_CONNECTED_NAME": "n"}
     assert load_config(ConnectedConfig, environment=environment).config.connect == "general"
     environment["WALTZ_CONNECTED_CONNECT"] = "own"

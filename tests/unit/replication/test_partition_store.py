@@ -549,7 +549,7 @@ def test_a_repeated_assignment_has_no_effect(world):
     assert world.metadata.generation == 2
 
 
-def test_a_replica_is_replaced_by_another():
+def test_a_replica_is_replaced_by_another_replica():
     world = ReplicationWorld()
     world.add_storage(D)
     world.open()

@@ -93,7 +93,7 @@ def test_a_replica_is_not_truncated_to_match_a_log_other_than_the_goal(world):
     assert not world.all_sent(wire.Truncate, C)
 
 
-def test_an_unresponsive_source_is_replaced_by_another():
+def test_an_unresponsive_source_is_replaced_by_another_source():
     world = ReplicationWorld()
     lag_behind(world, C)
     source = run_until(world, wire.RangeRaw)

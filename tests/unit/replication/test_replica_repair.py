@@ -491,7 +491,7 @@ def test_a_diverged_batch_is_not_truncated_if_the_mark_is_within_it():
     assert replica.last == 5
 
 
-def test_a_truncation_to_another_id_than_the_requested_one_is_rejected():
+def test_a_truncation_to_an_id_other_than_the_requested_id_is_rejected():
     replica, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(replica)
     while not isinstance(

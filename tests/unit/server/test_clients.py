@@ -236,7 +236,7 @@ async def test_a_limit_pauses_feeds_but_not_requests():
 
 
 @run_on_loop
-async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_it():
+async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_the_limit():
     """A commit sends a frame at once, although a wake-up for the next frame is already due."""
 
     class LimitedLink(Link):

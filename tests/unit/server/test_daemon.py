@@ -194,7 +194,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
 
 
 @run_on_loop
-async def test_a_cancelled_hand_over_does_not_delay_others() -> None:
+async def test_a_cancelled_hand_over_does_not_delay_other_hand_overs() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1)
     first = asyncio.get_running_loop().create_task(server._hand_over_partition(0, 1))

@@ -258,7 +258,7 @@ def test_each_admitted_append_notifies_one_waiting_author():
         assert predecessor_ids(world.turn()) == {loser: list(range(number + 2))}
 
 
-def test_the_next_writer_is_notified_if_a_notified_writer_does_not_return():
+def test_the_next_writer_is_notified_if_a_notified_writer_does_not_append():
     world, _ = in_flight()
     losers = [world.follow(), world.follow()]
     assert list(predecessor_ids(world.turn())) == losers[:1]
@@ -318,7 +318,7 @@ def test_a_dependent_append_is_rejected_for_later_conflicts():
     assert predecessor_ids(world.turn()) == {late: [1]}
 
 
-def test_an_append_with_a_conflict_in_flight_and_no_predecessors_waits_for_the_outcome():
+def test_a_conflicting_append_that_gets_no_predecessors_waits_for_the_append_in_flight():
     world, _ = in_flight()
     behind = world.after(0)
     late = world.after(
@@ -353,7 +353,7 @@ def test_gathered_appends_are_lost_with_their_session(mark):
     assert world.submitted[-1].last == 0
 
 
-def test_gathered_appends_of_an_abandoned_partition_were_never_submitted():
+def test_gathered_appends_of_an_abandoned_partition_count_as_not_submitted():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     waiting = [world.follow(BOB), world.follow(BOB)]
@@ -402,7 +402,7 @@ def test_gathered_appends_are_sent_before_the_end_of_the_session_and_not_after(e
     assert [batch.last for batch in world.submitted] == submitted
 
 
-def test_a_dependent_append_does_not_overtake_earlier_ones():
+def test_a_dependent_append_does_not_overtake_earlier_appends():
     world, winner = in_flight()
     world.commit()
     first, second = world.single(mark=0, write=(COLD,)), world.follow(mark=0)

@@ -71,7 +71,7 @@ def path_of(name):
     return "/console/" + ("" if name == "index.html" else name)
 
 
-def test_each_file_has_its_type_and_the_headers_that_protect_it():
+def test_each_file_has_its_content_type_and_security_headers():
     async def scenario(_world, gateway):
         for name in FILES:
             status, headers, body = await exchange(gateway, "GET", path_of(name))
