@@ -367,7 +367,7 @@ class SlowConnect:
         return OutdatedZooKeeper()
 
 
-def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
+def test_a_caller_that_times_out_does_not_restart_the_connection_attempt(monkeypatch):
     async def look_up():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
         for _ in range(2):

@@ -34,6 +34,6 @@ def test_a_0_13_storage_may_answer_check_cluster_with_sequence_number_minus_1():
 
 
 @pytest.mark.parametrize(("version", "number"), [(1, -1), (1, 7), (0, 7)])
-def test_an_answer_with_another_number_is_rejected(version, number):
+def test_an_answer_with_another_sequence_number_is_rejected(version, number):
     with pytest.raises(RemoteProtocolError, match="expected an answer to request"):
         send_request(version, number)

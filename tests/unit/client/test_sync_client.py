@@ -277,7 +277,7 @@ def test_a_call_fails_if_the_client_closes_before_the_call_reaches_the_event_loo
         call(client)
 
 
-def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
+def test_a_call_after_the_end_of_the_event_loop_fails_and_does_not_hang(monkeypatch):
     """Between the end of its thread and its close, a loop accepts calls and never runs them."""
     client = WaltzClient.at(LAYOUT)
     join, finished = client._thread.join, []

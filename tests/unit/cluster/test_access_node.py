@@ -38,7 +38,7 @@ def node_with(**parts):
     return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
 
 
-def test_the_encoding_is_the_one_of_decision_048():
+def test_the_access_node_is_encoded_as_decision_048_specifies():
     node = json.loads(access_node.encode_permissions(PERMISSIONS))
     assert node == {
         "format": 1,
@@ -121,7 +121,7 @@ def token(**parts):
         ({"tokens": token() | {"cd" * 32: token()[HASH]}}, "distinct token IDs"),
     ],
 )
-def test_an_invalid_part_makes_the_node_unreadable(parts, error):
+def test_an_invalid_part_makes_the_access_node_unreadable(parts, error):
     with pytest.raises(BadFormat, match=error):
         access_node.decode_permissions(node_with(**parts))
 
@@ -153,7 +153,7 @@ def test_any_bytes_decode_or_raise_bad_format(data):
         access_node.decode_permissions(data)
 
 
-def test_an_unreadable_key_is_not_in_the_error():
+def test_the_error_for_an_unreadable_key_does_not_show_the_key():
     with pytest.raises(BadFormat) as caught:
         access_node.decode_permissions(node_with(client_key=[KEY.hex()]))
     assert "0102" not in str(caught.value)

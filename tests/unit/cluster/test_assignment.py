@@ -68,7 +68,7 @@ def test_partitions_are_handed_over_to_a_healthy_server(unhealthy):
     assert min(healthy_counts) >= 2  # no server gets all partitions
 
 
-def test_the_remainder_is_assigned_to_the_lowest_ids():
+def test_the_servers_with_the_lowest_ids_get_the_remaining_partitions():
     assignment = assign(PartitionAssignment(), live_servers(5, 2, 9), partition_count=8)
     assert {server: len(owned) for server, owned in assignment.servers.items()} == {
         2: 3,
@@ -101,7 +101,7 @@ def test_added_partitions_are_assigned_and_existing_ones_do_not_move():
     assert assign(old, live_servers(1, 2)).servers == {1: {0: 3, 2: 1}, 2: {1: 4, 3: 1}}
 
 
-def test_fewer_partitions_than_before_is_rejected():
+def test_a_lower_number_of_partitions_is_rejected():
     old = PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
     with pytest.raises(errors.BadRequest, match="cannot shrink"):
         assign(old, live_servers(1), partition_count=3)

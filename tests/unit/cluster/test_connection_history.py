@@ -6,7 +6,7 @@ from waltz_core.cluster.znodes.connection_history import OUTAGE_MS_MIN, Connecti
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
-def test_disconnection_and_reconnection_are_timed():
+def test_the_time_since_a_disconnection_or_reconnection_is_measured():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     history = ConnectionHistory(session)

@@ -79,7 +79,7 @@ async def test_a_partition_write_of_unknown_outcome_is_reported(fault):
 
 @FAULTS
 @run_on_virtual_loop
-async def test_a_storage_registers_through_faults(fault):
+async def test_a_storage_registers_despite_lost_requests_and_answers(fault):
     _, session, coordinator = await with_cluster()
     session.faults += [fault, fault]
     assert await coordinator.register_storage_id("h:1", CLUSTER_KEY) == CLUSTER_KEY

@@ -25,7 +25,7 @@ WORDS = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filt
 )
 
 
-def test_user_password_and_further_permissions_are_parsed():
+def test_the_user_the_password_and_further_permissions_are_parsed():
     other_permissions = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
     credentials = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{other_permissions}", "f")
     assert credentials.user == User("waltz", "se:cret")

@@ -149,7 +149,7 @@ async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
 @run_in_cluster
-async def test_a_preference_does_not_return_a_handed_over_partition(cluster, faults):
+async def test_a_preference_does_not_move_a_handed_over_partition_back(cluster, faults):
     """After an unhealthy server hands over a partition, a change of servers must not return it."""
     members = [cluster.member() for _ in range(3)]
     (first_server, session), (second_server, _), (third_server, _) = members

@@ -45,7 +45,7 @@ def test_the_chosen_members_are_in_different_groups_if_possible():
     assert choice.members == ("A", "B", "D")
 
 
-def test_fewer_than_a_quorum_may_be_missing():
+def test_a_log_is_chosen_only_if_fewer_replicas_than_a_quorum_are_missing():
     assert choose({"A": log(5, 10), "B": log(5, 9)}, unanswered=["C"]).source == "A"
     with pytest.raises(
         errors.BadRequest, match=r"7: only 1 of 3 replicas have a trusted log .* \(A\)"

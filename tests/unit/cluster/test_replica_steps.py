@@ -86,7 +86,7 @@ def test_a_step_is_postponed_if_appends_would_wait_for_a_copy():
     )
 
 
-def test_a_single_replica_gets_a_second_one_before_the_copy():
+def test_a_partition_with_a_single_replica_gets_a_second_replica_first():
     assert step(partition_state("A"), "AB", "B") == "AB"
     assert step(partition_state("A"), "B", "B") == "AB"
 
@@ -333,6 +333,6 @@ def test_invalid_partition_ranges_are_rejected(text):
 
 
 @pytest.mark.parametrize(("text", "position"), [("12", "'12'"), ("0,9-7", "'9-7' in '0,9-7'")])
-def test_the_wrong_part_of_a_list_is_reported(text, position):
+def test_the_error_for_a_list_of_partitions_names_the_wrong_part(text, position):
     with pytest.raises(errors.BadConfig, match=f"found {position}$"):
         replica_steps.parse_partitions(text, 12)

@@ -217,7 +217,7 @@ def lock_failed():
         (errors.DataLoss("x"), 500, {}),
     ],
 )
-def test_errors_have_a_status_and_fields(error, status, more):
+def test_each_error_has_an_http_status_and_json_fields(error, status, more):
     text = "a lock conflict" if status == 409 and "winner" in more else "x"
     assert http_status_of(error) == status
     expected = {"type": type(error).__name__, "error": text, **more}

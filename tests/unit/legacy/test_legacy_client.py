@@ -351,7 +351,7 @@ def test_every_answer_is_encodable_in_the_protocol_version_of_the_client(version
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_rejected_mount_feed_mark_or_data_request_gets_an_answer(version: int) -> None:
+def test_every_rejected_request_for_mount_feed_mark_or_data_gets_an_answer(version: int) -> None:
     mount, feed, _, _, mark, data, *_ = requests_of(version)
     for error in all_errors():
         adapter = LegacyClientAdapter(version)

@@ -112,7 +112,7 @@ def test_a_wrong_crc_alone_does_not_end_a_run_of_records():
     assert not has_valid_crc(run.data[run.bounds[1] : run.bounds[2]])
 
 
-def test_a_record_inside_the_data_of_a_record_is_not_found():
+def test_a_valid_record_inside_the_data_of_another_record_is_not_returned():
     """The inner record is valid, but the outer record is intact, so no search starts there."""
     encoded_records = [encode_record(0, encode_record(1, b"bait")), encode_record(1, b"true")]
     (run,) = walk_records(CountingFile(b"".join(encoded_records)), 0)

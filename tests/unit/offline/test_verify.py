@@ -274,7 +274,7 @@ def write_slot(storage, **changes):
     return current
 
 
-def test_a_slot_that_contradicts_the_log_is_reported(storage):
+def test_a_control_slot_that_contradicts_the_log_is_reported(storage):
     acked = write_slot(storage, acked=AckedMarker(35, bytes(16))).acked
     chain = acked.chain.hex()
     assert verification_texts(storage)[0] == [
@@ -343,7 +343,7 @@ def test_unbatched_records_are_valid_if_the_acked_marker_confirms_them(storage):
     assert verification_texts(storage)[0] == [found_text]
 
 
-def test_swapped_slots_are_invalid(storage):
+def test_swapped_control_slots_are_invalid(storage):
     data = (storage / SLOTS).read_bytes()
     (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
     wrong, _ = verification_texts(storage)
@@ -379,7 +379,7 @@ def test_a_report_of_damage_states_if_the_records_are_listed_as_damaged(tmp_path
 
 
 @pytest.mark.parametrize("segment_bytes_max", [900, 100_000])
-def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
+def test_a_torn_tail_after_an_unclean_stop_is_reported_as_a_note(tmp_path, segment_bytes_max):
     """Data that was synced is not a torn tail, not even in the last segment."""
     world = sample_log(segment_bytes_max)
     world.append([3])

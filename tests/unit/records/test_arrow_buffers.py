@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_daemons_archives_and_read_tasks_do_not_import_pandas():
+def test_neither_daemons_nor_archives_nor_read_tasks_import_pandas():
     code = """if True:
         import io
         import sys

@@ -93,7 +93,7 @@ def test_blocks_below_a_gap_are_not_trusted():
     assert blocks.is_exhausted
 
 
-def test_a_search_may_stop_and_continue():
+def test_a_search_for_lock_blocks_may_stop_and_continue_later():
     data = block(0, 0, 7) + b"".join(block(number, number) for number in range(1, 10))
     blocks = LockBlockReader(data)
     assert blocks.block_ending_at(end(0), 9) is None
@@ -107,7 +107,7 @@ def test_no_lock_block_is_encoded_for_too_many_locks():
 
 
 @pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 200])
-def test_invalid_bytes_end_the_search(count):
+def test_invalid_bytes_end_the_search_for_lock_blocks(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
     assert trusted_blocks(data, end(1)) == expected

@@ -66,7 +66,7 @@ def test_golden_records_are_intact_and_have_the_expected_values() -> None:
 
 
 @given(datas)
-def test_headers_are_the_first_28_bytes(rows: list[bytes]) -> None:
+def test_function_headers_of_returns_the_first_28_bytes_of_each_record(rows: list[bytes]) -> None:
     records, lengths = run_of(rows, first=7)
     starts = raw_records.offsets_of(lengths)[:-1].tolist()
     packed = raw_records.headers_of(records, lengths)

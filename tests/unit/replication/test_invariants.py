@@ -61,7 +61,7 @@ def test_a_connection_to_a_rejected_replica_is_detected(world):
         check(world.store)
 
 
-def test_a_mark_set_before_the_decision_on_the_log_is_detected():
+def test_a_mark_that_is_set_before_the_decision_on_the_log_is_detected():
     world = ReplicationWorld()
     world.take_ownership()
     world.answer_zookeeper()

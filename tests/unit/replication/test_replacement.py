@@ -49,7 +49,7 @@ def report_failure(world, replica, message, error="expected IDs from 4 on"):
     report_written(world, replica, message, manifest="", error=error)
 
 
-def test_the_new_manifest_is_recorded_and_the_mark_stays(world):
+def test_a_replacement_records_the_new_manifest_and_keeps_the_archived_mark(world):
     mark = world.marker.archived
     replica, message = request(world)
     assert (message.object, message.first, message.last) == ("o1", 0, 1)

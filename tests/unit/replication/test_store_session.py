@@ -224,7 +224,7 @@ def test_bad_copies_are_detected_and_another_source_is_queried(world):
     assert world.store.readable_replicas == [A, B, C]
 
 
-def test_damage_in_a_running_log_is_repaired_at_the_next_session(world):
+def test_damage_that_occurs_during_a_session_is_repaired_in_the_next_session(world):
     world.append(2, batches=4)
     restart(world)
     world.reopen()
@@ -449,7 +449,7 @@ def test_answers_of_an_older_session_are_dropped(world, late):
     assert world.store.readable_replicas == [A, B, C]
 
 
-def test_a_promise_to_a_later_session_ends_this_session(world):
+def test_a_promise_to_a_later_session_ends_the_current_session(world):
     world.submit()
     message = world.requests[A].popleft()
     nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")

@@ -727,7 +727,7 @@ def test_rows_that_were_not_submitted_are_appended_in_the_next_session() -> None
     assert [row[:2] for row in results(out)[flood]] == [(number, COMMITTED) for number in range(4)]
 
 
-def test_a_flush_waits_for_all_pieces() -> None:
+def test_a_flush_waits_for_all_pieces_of_a_batch() -> None:
     world = World()
     world_with_flood(world, flush=True)
     while world.pipeline.queued_bytes:
