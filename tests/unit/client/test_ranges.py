@@ -216,7 +216,7 @@ def test_a_chunk_is_split_into_transactions():
         list(replace(chunk, form=RangeForm.HEADERS).rows())
 
 
-def test_chunks_are_consecutive_up_to_the_last():
+def test_chunks_are_consecutive_up_to_the_last_chunk():
     requests = []
 
     async def fetch(query: RangeQuery) -> RangeChunk:

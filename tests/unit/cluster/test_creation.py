@@ -49,7 +49,9 @@ def test_a_new_cluster_may_have_a_given_replica_assignment():
     ("partition_count", "root_version"),
     [(1, NO_NODE), (985, NO_NODE), (986, 0), (987, NO_NODE), (988, 7), (2000, NO_NODE)],
 )
-def test_the_data_of_the_root_is_written_last_and_steps_are_limited(partition_count, root_version):
+def test_the_root_znode_gets_its_data_last_and_the_operations_of_each_step_are_limited(
+    partition_count, root_version
+):
     paths = ClusterPaths("/w")
     steps = creation_steps(paths, NewCluster("n", partition_count, KEY), root_version=root_version)
     assert all(0 < len(step) <= STEP_OPERATIONS_MAX for step in steps)

@@ -109,7 +109,7 @@ def test_a_cluster_restored_with_its_old_key_is_not_listed_as_a_source():
 
 
 @pytest.mark.parametrize("task_count", [3, 200])
-def test_the_data_of_the_root_is_written_last_and_requests_are_limited(task_count):
+def test_the_root_znode_gets_its_data_last_and_the_size_of_each_step_is_limited(task_count):
     task = TaskState(5, 2, tuple(f"run-{number:030}" for number in range(100)))
     writes = {"w": WriteWithTasks(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
     partitions = tuple(

@@ -17,7 +17,7 @@ from waltz_core.local.zookeeper_process import (
 )
 
 
-def test_the_java_options_of_the_user_follow_the_options_of_waltz(monkeypatch):
+def test_the_java_options_of_the_user_come_after_the_java_options_of_waltz(monkeypatch):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-Xmx1g '-Dzookeeper.some.path=/a b'")
     line = zookeeper_command(Path("zoo.cfg"))
     user_options = ["-Xmx1g", "-Dzookeeper.some.path=/a b"]

@@ -87,7 +87,7 @@ def test_a_crash_at_any_step_leaves_either_the_old_or_the_new_index(disk, surviv
 
 
 @pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
-def test_an_error_leaves_the_old_index(disk, fault):
+def test_an_error_during_a_repair_leaves_the_old_index_unchanged(disk, fault):
     disk.flip_bits(INDEX, 140)
     bad = disk.visible_content(INDEX)
     for step in range(1, 6):

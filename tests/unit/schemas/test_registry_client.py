@@ -76,7 +76,7 @@ def test_references_precede_the_schemas_that_use_them(registry):
     assert len(registry.requests) == 3
 
 
-def test_the_number_of_references_is_limited_and_a_cycle_ends(registry):
+def test_the_number_of_references_is_limited_and_a_cycle_is_followed_only_once(registry):
     registry.put("self", TEXT, references=[{"name": "S", "subject": "self", "version": 1}])
     client = SchemaRegistry(registry.url)
     assert len(client.schema(1, AVRO).references) == 1

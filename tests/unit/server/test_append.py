@@ -895,7 +895,7 @@ def test_a_retry_of_a_lost_append_is_accepted_even_after_other_appends() -> None
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_after_another_owners_session_all_locks_count_as_written() -> None:
+def test_all_locks_count_as_written_after_a_session_of_another_owner() -> None:
     world = World()
     world.pipeline.on_session_closed()
     world.open(7, settled=-1, follows_own_session=False)
@@ -959,7 +959,7 @@ def test_a_commit_with_another_chain_raises_an_assertion_error() -> None:
         world.pipeline.on_committed(TransactionId(0), GENESIS_CHAIN, now_ms=0)
 
 
-def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
+def test_a_batch_contains_the_locks_of_all_its_transactions() -> None:
     world = World()
     world.single(write=[1], read=[8], append=[2])
     world.batch([b"x", b"y"], write=[[3], [4]])
