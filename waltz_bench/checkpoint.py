@@ -42,9 +42,8 @@ class _AnswerTimes:
         self.deadline_s = self.start_s + seconds
         self.answered_s: list[float] = []
         self.latencies_s: list[float] = []
-        self.session_change_s: list[
-            tuple[float, float]
-        ] = []  # the new session began between these two times
+        # For each session change, two times; the new session began between them.
+        self.session_change_s: list[tuple[float, float]] = []
         self.ids: list[int] = []
         self.rejected = 0
 

@@ -58,6 +58,7 @@ SESSION: Final = SessionId(1)
 PARTITION: Final = PartitionId(0)
 READ_BYTES: Final = 8 * MIB
 CLUSTER_KEY: Final = bytes(16)
+NONCE: Final = bytes(16)
 
 
 class _AppendArguments(NamedTuple):
@@ -175,7 +176,7 @@ def _open_engine(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine
 
 
 def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _AppendTimes:
-    log.prepare(SESSION, CLUSTER_KEY)
+    log.prepare(SESSION, NONCE)
     append_s = sync_s = 0.0
     wall_s = []
     for batch in _create_batches(log.chain, load, rows):

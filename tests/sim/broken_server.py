@@ -119,7 +119,7 @@ def without_locks(kind):
 
 @switch
 def conflict_in_flight_answered_at_once() -> Patches:
-    """A row that conflicts with a transaction in flight is rejected before this one is final."""
+    """A row is rejected while the transaction that it conflicts with is still in flight."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
     def validate_rows(pending, stop, table, position):

@@ -66,9 +66,8 @@ class Checks(CheckerState):
             ArchiveGuarantees(self, self.sessions) if cluster.setup.archive_interval_ms else None
         )
         self._bytes_before_open: dict[str, int] = {}  # the bytes on each disk before it is opened
-        self._last_chains: dict[
-            tuple[str, SessionId], Chain
-        ] = {}  # the chain after the last append that a server has submitted in a session
+        # The chain after the last append that a server has submitted in a session.
+        self._last_chains: dict[tuple[str, SessionId], Chain] = {}
 
     def on_report(self, name: str, report: Report) -> None:
         """Called when a machine has sent a report."""

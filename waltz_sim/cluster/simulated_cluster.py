@@ -96,9 +96,8 @@ class SimCluster:
         # The replica whose log an unfinished command has accepted (disaster_recovery.py).
         self.unfinished_recovery: ReplicaId | None = None
         self.disaster_recovery_count = 0
-        self._unreadable_counts: dict[
-            str, int
-        ] = {}  # how often each log could not be read completely
+        # By storage: how often its log could not be read completely.
+        self._unreadable_counts: dict[str, int] = {}
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
             self.storages[replica] = SimStorage(self, replica)

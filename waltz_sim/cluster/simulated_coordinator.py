@@ -89,9 +89,8 @@ class SimCoordinator:
         self.is_rewritten = False
         self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
         self._past_assignments = [self.assignment]  # the latest assignments, newest last
-        self._pending_watches: dict[
-            str, int
-        ] = {}  # server whose watch will fire -> its incarnation
+        # Server whose watch will fire -> its incarnation.
+        self._pending_watches: dict[str, int] = {}
         self._last_notification_us: dict[str, int] = {}
 
     # ---- the partition's nodes (rule 1)

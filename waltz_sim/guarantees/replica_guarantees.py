@@ -90,9 +90,8 @@ class ReplicaGuarantees:
         self.answered_last: dict[str, int] = {}
         # By replica: the batches on its disk, with the last ID of each batch.
         self._batches_on_disk: dict[str, dict[Chain, int]] = {}
-        self.corrupted_replicas: dict[
-            str, None
-        ] = {}  # replicas on whose disks a fault has changed bytes
+        # Replicas on whose disks a fault has changed bytes.
+        self.corrupted_replicas: dict[str, None] = {}
         self._chain_of_batch: dict[tuple[int, SessionId], Chain] = {}
         self._truncations: dict[str, _RequestedTruncation] = {}  # truncations in progress
         self._work_count = 0

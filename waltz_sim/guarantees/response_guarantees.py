@@ -94,9 +94,8 @@ class ResponseGuarantees:
         self._slowest_clock_rate: dict[str, float] = {}  # by server: its slowest clock rate so far
         # IDs acknowledged to applications, each with its time in ms. The last ID is the highest.
         self._acknowledged_ids: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
-        self._unanswered_requests: dict[
-            tuple[str, int], dict[object, None]
-        ] = {}  # by client and link
+        # By client and link.
+        self._unanswered_requests: dict[tuple[str, int], dict[object, None]] = {}
         self._requests: dict[object, tuple[ClientMessage, int, list[object]]] = {}
 
     # ---- when a server may answer (rule 1)

@@ -85,9 +85,8 @@ class SessionGuarantees:
         self._state = state
         self.is_rewritten = False  # whether a fault has changed ZooKeeper's data
         self.claims: dict[SessionId, ClaimedMetadata] = {}
-        self.opened_sessions: dict[
-            SessionId, PartitionMetadata
-        ] = {}  # since the second compare-and-set
+        # By session, from its second compare-and-set on: its latest metadata.
+        self.opened_sessions: dict[SessionId, PartitionMetadata] = {}
         # The end of the log at the second compare-and-set. An owner that opens late is fenced, and
         # need not cover the log after this end.
         self._last_at_open: dict[SessionId, int] = {}
