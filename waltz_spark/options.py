@@ -446,8 +446,8 @@ class _OptionParser:
         is_avro = self.choice("dataFormat", DATA_FORMATS) == "avro"
         if subject is None:
             raise BadConfig(
-                "writing with a schema registry needs option schemaSubject. Hint: a subject has "
-                "the versions of one schema, such as 'orders-value'."
+                "writing with a schema registry needs option schemaSubject. Hint: a subject, "
+                "such as 'orders-value', has the versions of one schema."
             )
         if message is not None and is_avro:
             raise BadConfig("option 'schemaMessage' needs dataFormat=protobuf, found avro")

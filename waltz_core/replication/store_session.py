@@ -413,7 +413,7 @@ class StoreSession:
         return None if is_writing or self.ending is not None else self._archiver.mark_to_write
 
     def _replicas_with_mark(self, now_ms: int | None) -> list[ReplicaId]:
-        """Return the replicas with the mark; `now_ms`: without those excluded at this time."""
+        """Return the replicas with the mark; with `now_ms`, omit those excluded at this time."""
         excluded_until_ms = self.claim.excluded_until_ms
         return [
             peer.replica

@@ -238,7 +238,7 @@ def next_batch_marks(marks: MarkMap, log: LogState, count_max: int) -> dict[int,
         if mark > end:
             raise DataLoss(
                 f"the table has transactions of partition {partition} up to {mark}, but the "
-                f"log ends at {end}: it is the log of another cluster, or it was created "
+                f"log ends at {end}: the log belongs to another cluster, or was created "
                 "again. Hint: build the table again."
             )
     for partition, mark in begin.items():

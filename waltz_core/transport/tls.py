@@ -437,7 +437,7 @@ def _client_context(
 
 
 def _check_own_certificate(settings: TlsConfig, host: str) -> None:
-    """Log an error if peers will reject this certificate for the advertised host (rule 9)."""
+    """Log an error if peers will reject the daemon's certificate for `host` (rule 9)."""
     if settings.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")

@@ -129,7 +129,7 @@ class EarlierRows:
 
     @property
     def may_append(self) -> bool:
-        """Whether a later row can make the write fail only because of its locks (rule 5)."""
+        """Whether only the locks of a later row can still make the write fail (rule 5)."""
         return not self._other_keys and self.count == 0
 
     def missing_rows(
