@@ -160,8 +160,8 @@ class Ledger:
             if kind == RowKind.GUARD and value == 0 and last.get((kind, position ^ 1)) == 0:
                 raise Violation(
                     "Serializable",
-                    f"expected one guard of each pair to stay, but guards {position} and "
-                    f"{position ^ 1} have both left",
+                    f"expected at least one guard of each pair to stay, but guards {position} "
+                    f"and {position ^ 1} have both left",
                 )
 
     def _versions_of(self, kind: int, position: int) -> _Versions:

@@ -228,8 +228,8 @@ OTHER_FILES = {
         lambda s: shutil.rmtree(s / "2"),
         [
             (
-                "2: the directory is missing, but partition 2 is assigned to the storage and had "
-                "session 1"
+                "2: the directory is missing, but in the control file partition 2 is assigned to "
+                "the storage and has session 1"
             )
         ],
     ),
