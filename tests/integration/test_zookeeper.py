@@ -61,11 +61,16 @@ class RealWorld:
 
     async def expire(self, znodes: zookeeper_session.ZooKeeperSession) -> None:
         # A second client takes over the session and closes it: ZooKeeper then ends the session.
+        # The first client may take the session back before. Then the second client tries again,
+        # until ZooKeeper gives it a new session.
         identity = znodes._client.client_id
-        second_client = KazooClient(self.host, client_id=identity)
-        await asyncio.to_thread(second_client.start)
-        await asyncio.to_thread(second_client.stop)
-        await asyncio.to_thread(second_client.close)
+        has_expired = False
+        while not has_expired:
+            second_client = KazooClient(self.host, client_id=identity)
+            await asyncio.to_thread(second_client.start)
+            has_expired = second_client.client_id != identity
+            await asyncio.to_thread(second_client.stop)
+            await asyncio.to_thread(second_client.close)
 
 
 @contextlib.asynccontextmanager
