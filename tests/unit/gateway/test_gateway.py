@@ -229,7 +229,7 @@ def test_retries_neither_lose_nor_duplicate_transactions(gateway_count):
         for (partition, transaction_id), data in reported.items():
             assert world.log(partition)[transaction_id] == data
         assert world.transaction_count() == len(reported)
-        assert world.server.faults.count > 5
+        assert world.server.faults.loss_count > 5
 
     in_gateway_world(scenario, fault_rate=0.3)
 
