@@ -199,7 +199,7 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
     show_line("   comparing every column of every row")
     with figures.measure("compare"):
         check("rows that differ", found=differing_rows(table, read_back), expected=0)
-    show_line("4. the busiest aircraft, and where each one is, from the log")
+    show_line("4. from the log: the busiest aircraft, and where each aircraft is")
     rows = aircraft_table(read_back).limit(BORIS_PLACES[1]).collect()
     for row in rows[:5]:
         show_line(f"   {row.tailnum:8} {row.departures:4} departures, now at {row['at']}")

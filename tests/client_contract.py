@@ -428,7 +428,7 @@ def a_context_ends_at_its_timeout(world: ScenarioSetup) -> None:
             # next context has more time.
         behind = ended.value
         assert isinstance(behind, errors.ViewBehind)
-        assert "no transaction was applied in that time" in str(behind)
+        assert "the callbacks applied no transaction in this time" in str(behind)
         assert behind.applied is not None
         assert behind.applied < (behind.high_water_mark or 0)
         ledger.may_apply.set()

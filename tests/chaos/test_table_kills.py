@@ -28,7 +28,7 @@ def test_a_table_is_correct_after_kills_of_its_follower_a_server_and_a_storage(
 
 
 @pytest.mark.fault
-def test_the_comparison_finds_wrong_rows_marks_and_transactions(tmp_path: Path):
+def test_the_comparison_detects_wrong_rows_wrong_marks_and_wrong_transactions(tmp_path: Path):
     table = tmp_path / "table"
     with (
         running_cluster(tmp_path / "local", partition_count=PARTITION_COUNT) as cluster,

@@ -41,7 +41,7 @@ def test_the_formula_of_the_page_uses_the_sizes_in_the_code() -> None:
     assert f"`4 x locks + {TRAILER_BYTES} / batch`" in PAGE
 
 
-def test_the_measured_log_has_the_size_of_the_formula() -> None:
+def test_the_measured_log_has_the_size_that_the_formula_gives() -> None:
     records = 487_000 * (512 + RECORD_OVERHEAD_BYTES + OFFSET_BYTES) + 487 * LINEAGE_ENTRY_BYTES
     headers = 4 * (2 * SEGMENT_HEADER_BYTES + LINEAGE_HEADER_BYTES)
     assert f"The formula gives {records:,} bytes" in PAGE

@@ -486,8 +486,8 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         1_048_573,
         "Number of slots in the lock table of a partition, 8 bytes each; preferably a prime "
         "number. If it is too small, different locks share slots more often, so the server "
-        "rejects appends of lagging clients without a conflict. If it is too large, the server "
-        "needs more memory, and moves of partitions take longer.",
+        "rejects appends of lagging clients although there is no conflict. If it is too large, the "
+        "server needs more memory, and moves of partitions take longer.",
         minimum=101,
         maximum=134_217_689,
     )
@@ -501,8 +501,8 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         1_000_000,
         "Number of recent transactions whose locks a new owner of a partition loads from the "
         "storages. It loads at most 8 MiB of locks. If it is too small, the new owner rejects "
-        "appends of lagging clients without a conflict. If it is too large, moves of partitions "
-        "take longer. 0: the new owner loads no locks.",
+        "appends of lagging clients although there is no conflict. If it is too large, moves of "
+        "partitions take longer. 0: the new owner loads no locks.",
         minimum=0,
         maximum=100_000_000,
     )

@@ -138,7 +138,7 @@ def _check_unique_fields(fields: list[tuple[str, Any]]) -> None:
     names = [name for name, _ in fields]
     if len(set(names)) != len(names):
         raise RequestRejected(
-            "an object of the body has a field twice",
+            "an object in the body has the same field twice",
             expected="each field once",
             found=next(name for name in names if names.count(name) > 1),
         )

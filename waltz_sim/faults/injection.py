@@ -61,7 +61,7 @@ def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
 
 
 def restore_trust_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
-    """Let an operator trust a disk again, after its storage has started with untrusted syncs."""
+    """Let an operator trust a disk again, after its storage has started without this trust."""
 
     def trust_disk_again() -> None:
         if storage.log is None:  # The storage has not opened its log with this setting yet.

@@ -134,7 +134,7 @@ class History:
         if known.records != records:
             raise Violation(
                 "LogMatching",
-                f"two batches from {batch.first} on have the same chain, but other records",
+                f"two batches from {batch.first} on have the same chain, but different records",
             )
         return chain
 

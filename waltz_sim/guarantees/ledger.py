@@ -40,7 +40,7 @@ class RowKind(IntEnum):
 
 
 class CheckedTransaction(NamedTuple):
-    """A transaction that carries the values that it read, at two positions (rule 1)."""
+    """A transaction that reads the values at two positions, and carries both (rule 1)."""
 
     kind: RowKind
     first: int

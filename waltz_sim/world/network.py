@@ -53,7 +53,7 @@ class HeldMessages(NamedTuple):
 
 
 class SimLink:
-    """One connection; `ends[NEAR]` has dialed it. Each list has one entry for each end."""
+    """One connection. `ends[NEAR]` is the dialer. Each list has one entry for each end."""
 
     __slots__ = (
         "arrives_at_us",

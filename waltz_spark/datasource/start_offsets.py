@@ -1,6 +1,6 @@
 """The start of a batch read or of a stream's first micro-batch, and the end of a batch read.
 
-A start by time requires requests to the log or to its archive.
+To find a start by time, a read sends requests to the log or to its archive.
 
 Transactions below the first available ID of the log have expired from the archive. A read that
 requests such transactions is data loss. Data loss is an error unless the options allow it. There is

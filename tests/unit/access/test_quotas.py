@@ -166,7 +166,7 @@ def test_servers_have_no_quota():
     assert quotas.quota_of("s2", 0) is not None
 
 
-def test_a_revision_changes_the_limits_that_differ():
+def test_a_new_revision_changes_only_the_quotas_whose_limits_differ():
     quotas = apply_limits(Quotas(), {"etl": PrincipalLimits(512, 1)})
     quota = quotas.quota_of("etl", START_NS)
     for _ in range(2):

@@ -45,7 +45,7 @@ def run_command_json(capsys, *arguments):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, in_memory):
+def test_many_clients_with_the_same_lock_leave_a_valid_log(capsys, in_memory):
     with in_memory() as waltz:
         arguments = ("--clients", "3", "--transactions", "8", "--partitions", "2")
         code, found = run_command_json(capsys, "validate", *arguments)

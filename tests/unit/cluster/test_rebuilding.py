@@ -48,10 +48,12 @@ def test_the_chosen_members_are_in_different_groups_if_possible():
 def test_a_log_is_chosen_only_if_fewer_replicas_than_a_quorum_are_missing():
     assert choose({"A": log(5, 10), "B": log(5, 9)}, unanswered=["C"]).source == "A"
     with pytest.raises(
-        errors.BadRequest, match=r"7: only 1 of 3 replicas have a trusted log .* \(A\)"
+        errors.BadRequest, match=r"7: cannot choose the log .* 1 of 3 replicas have .* \(A\)"
     ):
         choose({"A": log(5, 10)}, unanswered=["B", "C"])
-    with pytest.raises(errors.BadRequest, match="only if fewer than 2 replicas lack such a log"):
+    with pytest.raises(
+        errors.BadRequest, match="fewer than 2 replicas lack a trusted log of the last session"
+    ):
         choose({"A": log(5, 10)})
     with pytest.raises(errors.BadRequest, match="0 of 1 replicas have"):
         choose({}, count=1)

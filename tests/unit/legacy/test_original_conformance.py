@@ -36,7 +36,7 @@ def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG)
     [each for each in SCENARIOS if each not in UNSUPPORTED_SCENARIOS],
     ids=lambda scenario: scenario.__name__,
 )
-def test_each_scenario_passes_with_the_client_at_0_13_servers(scenario):
+def test_the_client_passes_each_supported_scenario_at_a_0_13_server(scenario):
     # The client handles both protocol versions alike, so two scenarios suffice for the older one.
     is_older = scenario in (
         client_contract.reads_and_feeds_return_the_appended_bytes,

@@ -61,7 +61,7 @@ def test_missing_servers_and_a_partition_without_an_owner_are_reported(case):
     assert failed_checks(case) == [("assignment", (0, 1)), ("assignment", (0, 1))]
 
 
-def test_a_server_that_does_not_answer_or_serve_is_reported(case):
+def test_a_server_that_does_not_answer_or_serve_its_partition_is_reported(case):
     case.server(1, failure="refused", served_partitions={})
     assert failed_checks(case) == [("server", (0,))]
     assert text(case) == f"server {ONE} does not answer: refused"

@@ -93,7 +93,7 @@ def test_bytes_are_counted_by_lane_and_in_total() -> None:
     assert lanes.take() is None
 
 
-def test_a_request_taken_in_parts_stays_first_in_its_lane_and_is_charged_by_part() -> None:
+def test_a_request_taken_in_parts_stays_first_in_its_lane_and_is_charged_for_each_part() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "cut", 3_000))
     lanes.push(item(1, "behind"))

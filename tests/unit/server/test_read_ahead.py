@@ -54,7 +54,7 @@ def test_all_partitions_share_the_budget() -> None:
     ("after", "should_fetch"),
     [(0, False), (1, True), (NEAR_DISTANCE_MAX, True), (NEAR_DISTANCE_MAX + 1, False)],
 )
-def test_only_a_read_that_starts_soon_after_a_fetched_range_is_read_ahead(
+def test_only_a_read_that_starts_few_ids_after_a_fetched_range_causes_read_ahead(
     after: int, should_fetch: bool
 ) -> None:
     ahead = ReadAhead(CacheBudget(1 << 20))

@@ -19,7 +19,7 @@ def test_unsynced_data_is_never_dropped():
     assert inode.visible[3:5] == b"bb"
 
 
-def test_a_drop_after_a_failed_sync_shows_old_bytes_and_zeros_past_the_old_end():
+def test_after_a_failed_sync_dropped_pages_read_as_old_bytes_then_as_zeros():
     inode = synced_inode(b"a" * 10)
     inode.visible[:] = b"b" * 700
     inode.dirty_sectors.clear()

@@ -348,7 +348,7 @@ def test_a_job_ends_with_its_session_but_the_next_job_waits_for_the_running_uplo
 
 
 @pytest.mark.parametrize("is_uploading", [False, True])
-def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploading):
+def test_a_new_request_replaces_an_earlier_request_for_the_same_partition(make, is_uploading):
     """The owner has abandoned the collection."""
     world = make()
     owner = fill_log(world)

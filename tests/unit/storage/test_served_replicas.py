@@ -175,7 +175,7 @@ async def test_an_offline_replica_is_not_served_even_if_assigned():
 
 
 @run_on_loop
-async def test_a_removed_replica_that_is_a_session_member_is_served_unless_offline():
+async def test_a_removed_replica_that_is_a_session_member_is_served_unless_it_is_offline():
     engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
     engine.offline = {2}
     async with following(engine, coordinator) as follower:

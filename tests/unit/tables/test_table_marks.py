@@ -138,7 +138,7 @@ RULES = StoredRules(("a", "b"), (1, 9), (9,), "c = 1")
         (RULES._replace(delete_where=None), "delete_where: expected c = 1, as .* found none"),
     ],
 )
-def test_a_table_keeps_its_rules(given, message):
+def test_rules_that_differ_from_the_stored_rules_are_rejected(given, message):
     table = TableMarks("f", KEY, {0: 41}, RULES)
     assert marks_to_continue_from(encode_marks(table), 42, table._replace(marks={})) == table
     with pytest.raises(BadConfig, match=message):

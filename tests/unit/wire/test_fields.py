@@ -85,7 +85,7 @@ def test_a_value_that_is_cut_short_is_rejected(kind, value, data):
 
 @pytest.mark.parametrize("kind", sorted(set(VARIABLE_FORMATS), key=lambda kind: kind.name))
 @pytest.mark.parametrize("number", [2**31 - 1, 2**24])
-def test_a_count_that_the_bytes_left_cannot_hold_is_rejected(kind, number):
+def test_a_count_that_does_not_fit_the_remaining_bytes_is_rejected(kind, number):
     data = (b"\1" if kind is FieldKind.DATA_OR_ERROR else b"") + count(number)
     with pytest.raises((RemoteProtocolError, struct.error)):
         VARIABLE_FORMATS[kind][1](memoryview(data + bytes(3)), 0, [])

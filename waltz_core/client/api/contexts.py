@@ -321,7 +321,7 @@ class ContextRun:
         rate_per_s = (
             0 if self._mark_at_start is None else (view_mark - self._mark_at_start) / took_s
         )
-        hint = "no transaction was applied in that time; check what the callbacks wait for."
+        hint = "the callbacks applied no transaction in this time; check what they wait for."
         if rate_per_s:
             remaining_s = (log_mark - view_mark) / rate_per_s
             hint = (

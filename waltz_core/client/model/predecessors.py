@@ -107,7 +107,7 @@ class PipelinedState:
 
     @property
     def has_received_predecessors(self) -> bool:
-        """Whether the author has received predecessors; otherwise this state only requests them."""
+        """Whether the author has received predecessors; False if this state only requests them."""
         return self.session_id != NO_SESSION
 
     @property

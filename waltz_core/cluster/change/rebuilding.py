@@ -190,12 +190,13 @@ def choose_log(
     quorum = replica_count // 2 + 1
     if max(len(untrusted), replica_count - len(current)) >= quorum:
         raise errors.BadRequest(
-            f"partition {partition_id}: only {len(current)} of {replica_count} replicas have "
-            f"a trusted log of the last store session ({', '.join(current) or 'none'}); "
+            f"partition {partition_id}: cannot choose the log automatically. {len(current)} of "
+            f"{replica_count} replicas have a trusted log of the last store session "
+            f"({', '.join(current) or 'none'}); "
             f"replicas without a trusted log: {', '.join(untrusted) or 'none'}; replicas that "
-            f"were only in older sessions: {', '.join(older) or 'none'}. The log can be chosen "
-            f"automatically only if fewer than {quorum} replicas lack such a log. Hint: start "
-            "the storages of more replicas, or choose a log with "
+            f"were only in older sessions: {', '.join(older) or 'none'}. An automatic choice "
+            f"requires that fewer than {quorum} replicas lack a trusted log of the last session. "
+            "Hint: start the storages of more replicas, or choose a log with "
             f"`cluster accept-replicas {partition_id}`."
         )
     ranked = sorted(trusted, key=lambda replica: trusted[replica].rank, reverse=True)
