@@ -115,7 +115,7 @@ def test_a_follower_fails_on_a_payload_that_it_cannot_decrypt(
     table_options = {"schema": schema, "format": "parquet"}
     call = {"start": {int(partition): mark for partition, mark in marks.items()}, "until": "now"}
     remaining_keys = str(without(directory, "customer-1"))
-    reason = r"partition \d+, transaction \d+: the key 'customer-1' does not exist\. Hint: follow"
+    reason = r"partition \d+, transaction \d+: the key 'customer-1' does not exist\. Hint: use"
     for tables in (
         {"table": table, **table_options},
         {"table": table, **table_options, "changes": "changes_functions:return_pairs"},

@@ -504,7 +504,8 @@ def test_a_daemon_that_publishes_no_revision_counts_as_not_updated(cluster):
     cluster.publish(4, None)
     timed_out = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert (
-        f"{STORAGE} publishes no revision: access control is off there, or it" in timed_out.stderr
+        f"{STORAGE} publishes no revision: access control is off there, or the daemon"
+        in timed_out.stderr
     )
     report = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert report["without_revision"] == [STORAGE]
@@ -551,7 +552,8 @@ def test_a_change_fails_if_no_daemon_confirms_it_although_access_control_was_in_
     )
     assert "access control is off at all:" not in timed_out.stderr
     assert (
-        f"{STORAGE} publishes no revision: access control is off there, or it" in timed_out.stderr
+        f"{STORAGE} publishes no revision: access control is off there, or the daemon"
+        in timed_out.stderr
     )
 
 

@@ -54,9 +54,13 @@ def test_settings_of_a_wrong_type_are_rejected_with_the_expected_type(opened):
 
 def test_a_client_cannot_be_copied_or_pickled():
     with MemoryWaltz() as waltz, waltz.client() as client:
-        with pytest.raises(errors.UsageError, match="open one there, with the same connect string"):
+        with pytest.raises(
+            errors.UsageError, match="open a client in that process, with the same connect string"
+        ):
             copy.copy(client)
-        with pytest.raises(errors.UsageError, match="open one there, with the same connect string"):
+        with pytest.raises(
+            errors.UsageError, match="open a client in that process, with the same connect string"
+        ):
             copy.copy(client._client)
 
 
