@@ -559,8 +559,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _HISTOGRAM,
         ("cluster",),
         (
-            "Time from an append to its commit, including repetitions by the client; for a "
-            "context, the time of its last attempt."
+            "Time from an append to its commit, including repetitions by the client. For a "
+            "context, the duration of its last attempt only."
         ),
     ),
     (

@@ -133,12 +133,12 @@ REPLICAS = ("storage0:1", "storage1:1", "storage2:1")
 # 1, 2, 8: acknowledgements
 
 
-def test_checker_fork_detects_two_chains_at_one_committed_id(world):
+def test_the_fork_checker_detects_two_chains_at_one_committed_id(world):
     with fails("Fork"):
         world.checks.outcomes.on_log_exposed(world.history.last, bytes(16))
 
 
-def test_checker_fork_detects_a_log_that_lacks_committed_batches(world):
+def test_the_fork_checker_detects_a_log_that_lacks_committed_batches(world):
     history, last = world.history, world.history.last + 1
     rows = (*history.log, HistoryRow((9, 9), 9))
     node = BatchNode(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
@@ -147,7 +147,7 @@ def test_checker_fork_detects_a_log_that_lacks_committed_batches(world):
         world.checks.outcomes.on_log_exposed(node.last, node.chain)
 
 
-def test_checker_stamp_mono_detects_a_commit_stamp_that_decreases(world):
+def test_the_stamp_mono_checker_detects_a_commit_stamp_that_decreases(world):
     history, last = world.history, world.history.last + 1
     before, rows = history.chains[history.last], (HistoryRow((9, 9), 9),)
     node = BatchNode(before, last, last, 0, rows, bytes(4), b"", (0,), history.stamp_ms - 1)
@@ -163,7 +163,7 @@ def committed(world):
     return session_events.TransactionsCommitted(world.session, last, world.history.chains[last])
 
 
-def test_checker_ack_quorum_detects_a_commit_without_a_quorum(world):
+def test_the_ack_quorum_checker_detects_a_commit_without_a_quorum(world):
     world.report_effects(committed(world))
     world.sessions.on_log_truncated("storage0:1", -1)
     world.sessions.on_log_truncated("storage1:1", -1)
@@ -171,21 +171,21 @@ def test_checker_ack_quorum_detects_a_commit_without_a_quorum(world):
         world.report_effects(committed(world))
 
 
-def test_checker_engaged_only_detects_a_commit_without_answers_of_a_quorum(world):
+def test_the_engaged_only_checker_detects_a_commit_without_answers_of_a_quorum(world):
     for name in REPLICAS[:2]:
         world.sessions._answered_last[world.session, name] = -1
     with fails("EngagedOnly"):
         world.report_effects(committed(world))
 
 
-def test_checker_engaged_only_detects_a_commit_with_too_few_engaged_replicas(world):
+def test_the_engaged_only_checker_detects_a_commit_with_too_few_engaged_replicas(world):
     del world.sessions.ever_engaged[world.session]["storage0:1"]
     del world.sessions.ever_engaged[world.session]["storage1:1"]
     with fails("AckQuorum"):
         world.report_effects(committed(world))
 
 
-def test_checker_engaged_only_detects_a_replica_that_is_engaged_before_the_write_to_zookeeper(
+def test_the_engaged_only_checker_detects_a_replica_that_is_engaged_before_the_write_to_zookeeper(
     world,
 ):
     session = world.report_claim()
@@ -201,7 +201,7 @@ def test_checker_engaged_only_detects_a_replica_that_is_engaged_before_the_write
 
 
 @pytest.mark.parametrize(("field", "back"), [("promised", 1), ("last_session", 1)])
-def test_checker_promise_mono_detects_a_promise_that_decreases(world, field, back):
+def test_the_promise_mono_checker_detects_a_promise_that_decreases(world, field, back):
     name = world.storage.name
     world.checks.replicas._check_durable_values(name, world.storage.log)
     before = world.checks.replicas.durable_values[name]
@@ -229,19 +229,19 @@ def append(world, one):
     return m.AppendRaw, one.first, b"\0\0\0\x28", bytes(40), 0, bytes(16), (one,)
 
 
-def test_checker_single_writer_detects_two_owners_on_disks(world):
+def test_the_single_writer_checker_detects_two_owners_on_disks(world):
     claim = world.sessions.claims[world.session]
     world.sessions.claims[world.session] = claim._replace(nonce=b"another")
     with fails("SingleWriter"):
         world.report_work(*append(world, entry(world)))
 
 
-def test_checker_meta_shape_detects_states_written_by_another_server(world):
+def test_the_meta_shape_checker_detects_states_written_by_another_server(world):
     with fails("MetaShape"):
         world.report_write(world.coordinator.metadata, server="server9")
 
 
-def test_checker_single_writer_detects_a_request_of_an_unclaimed_session(world):
+def test_the_single_writer_checker_detects_a_request_of_an_unclaimed_session(world):
     with fails("SingleWriter"):
         world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
 
@@ -250,7 +250,7 @@ def test_checker_single_writer_detects_a_request_of_an_unclaimed_session(world):
 # 5, 6: decisions
 
 
-def test_checker_fence_first_detects_a_decision_before_the_fencing(world):
+def test_the_fence_first_checker_detects_a_decision_before_the_fencing(world):
     session = world.report_claim()
     world.report_promises(session, "storage0:1")
     world.report_prepared(session, "storage0:1", 1_000)
@@ -259,7 +259,7 @@ def test_checker_fence_first_detects_a_decision_before_the_fencing(world):
         world.report_request(m.SetLowWaterMark, 1_000, bytes(16), session=session)
 
 
-def test_checker_decision_covers_detects_a_decision_without_a_known_quorum(world):
+def test_the_decision_covers_checker_detects_a_decision_without_a_known_quorum(world):
     session = world.report_claim()
     world.report_promises(session, *REPLICAS)
     world.report_prepared(session, "storage0:1", 1_000)
@@ -276,7 +276,7 @@ def test_checker_decision_covers_detects_a_decision_without_a_known_quorum(world
         {"damaged": np.array([0, 3], dtype=">i8").tobytes()},
     ],
 )
-def test_checker_decision_covers_ignores_untrusted_replicas(world, reason):
+def test_the_decision_covers_checker_ignores_untrusted_replicas(world, reason):
     session = world.report_claim()
     world.report_promises(session, *REPLICAS)
     world.report_prepared(session, "storage0:1", 1_000)
@@ -297,7 +297,7 @@ def test_the_decision_covers_the_records_that_an_unknown_replica_may_have(world)
     assert world.sessions.decided_marks[session].unknown_count == 1
 
 
-def test_checker_decision_covers_detects_a_mark_below_the_log(world):
+def test_the_decision_covers_checker_detects_a_mark_below_the_log(world):
     session = world.report_claim()
     world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
@@ -306,7 +306,7 @@ def test_checker_decision_covers_detects_a_mark_below_the_log(world):
         world.report_request(m.SetLowWaterMark, world.history.last - 1, bytes(16), session=session)
 
 
-def test_checker_decision_covers_detects_a_changed_decision(world):
+def test_the_decision_covers_checker_detects_a_changed_decision(world):
     session = world.report_claim()
     world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
@@ -320,7 +320,7 @@ def test_checker_decision_covers_detects_a_changed_decision(world):
 # 7: nothing before the second compare-and-set
 
 
-def test_checker_gate_cas2_detects_an_early_append_on_a_disk(world):
+def test_the_gate_cas2_checker_detects_an_early_append_on_a_disk(world):
     session = world.report_claim()
     world.storage.log._files.slots.slot = replace(
         world.storage.log.slot, nonce=world.sessions.claims[session].nonce
@@ -329,7 +329,7 @@ def test_checker_gate_cas2_detects_an_early_append_on_a_disk(world):
         world.report_work(*append(world, entry(world, session)), session=session)
 
 
-def test_checker_gate_cas2_detects_an_early_append_to_a_replica(world):
+def test_the_gate_cas2_checker_detects_an_early_append_to_a_replica(world):
     session = world.report_claim()
     world.report_promises(session, *REPLICAS)
     for replica in REPLICAS:
@@ -338,14 +338,16 @@ def test_checker_gate_cas2_detects_an_early_append_to_a_replica(world):
         world.report_request(*append(world, entry(world, session)), session=session)
 
 
-def test_checker_gate_cas2_detects_a_session_that_opens_before_the_second_compare_and_set(world):
+def test_the_gate_cas2_checker_detects_a_session_that_opens_before_the_second_compare_and_set(
+    world,
+):
     session = world.report_claim()
     opened = session_events.SessionOpened(session, 1, 1_000, bytes(16), follows_own_session=False)
     with fails("GateCAS2"):
         world.report_effects(opened)
 
 
-def test_checker_gate_cas2_detects_a_batch_without_an_open_session(world):
+def test_the_gate_cas2_checker_detects_a_batch_without_an_open_session(world):
     with fails("GateCAS2"):
         world.checks.on_batch_submitted(
             world.owner, session_events.SubmitToSession(world.session + 1, None)
@@ -374,14 +376,14 @@ def outcome(reason=m.RowOutcomeCode.LOST, *, conflict=-1, transaction_id=-1):
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_checker_gate_cas2_detects_an_answer_without_an_open_session(world, message):
+def test_the_gate_cas2_checker_detects_an_answer_without_an_open_session(world, message):
     world.report_effects(session_events.SessionClosed(world.session, "over"))
     world.checks.on_server_stepped(world.owner)
     with fails("GateCAS2"):
         world.report_answer(message)
 
 
-def test_checker_gate_cas2_accepts_rejections_that_need_no_session(world):
+def test_the_gate_cas2_checker_accepts_rejections_that_need_no_session(world):
     world.report_effects(session_events.SessionClosed(world.session, "over"))
     world.checks.on_server_stepped(world.owner)
     mark = world.history.last
@@ -391,7 +393,7 @@ def test_checker_gate_cas2_accepts_rejections_that_need_no_session(world):
         world.report_answer(replace(outcome(m.RowOutcomeCode.AHEAD), high_water_mark=mark))
 
 
-def test_checker_gate_cas2_detects_an_answer_that_names_a_session_that_is_not_open(world):
+def test_the_gate_cas2_checker_detects_an_answer_that_names_a_session_that_is_not_open(world):
     with fails("GateCAS2"):
         world.report_answer(m.Mounted(QUESTION, world.session + 1, 1, 1, 1, 1))
 
@@ -400,12 +402,14 @@ def test_checker_gate_cas2_detects_an_answer_that_names_a_session_that_is_not_op
 # 9, 10, 22, 23, 24: data on disks
 
 
-def test_checker_no_cut_committed_detects_a_truncation_of_committed_records(world):
+def test_the_no_cut_committed_checker_detects_a_truncation_of_committed_records(world):
     with fails("NoCutCommitted"):
         world.report_work(m.Truncate, 5, -1, bytes(16))
 
 
-def test_checker_no_cut_committed_detects_a_truncation_that_is_completed_when_the_log_opens(world):
+def test_the_no_cut_committed_checker_detects_a_truncation_that_is_completed_when_the_log_opens(
+    world,
+):
     log = world.storage.log
     world.report_work(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.on_log_opened(world.storage, log)
@@ -416,7 +420,9 @@ def test_checker_no_cut_committed_detects_a_truncation_that_is_completed_when_th
         )
 
 
-def test_checker_no_cut_committed_accepts_a_truncation_that_was_requested_before_the_commit(world):
+def test_the_no_cut_committed_checker_accepts_a_truncation_that_was_requested_before_the_commit(
+    world,
+):
     """The lost records were never acknowledged, because they were truncated before."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
@@ -428,48 +434,48 @@ def test_checker_no_cut_committed_accepts_a_truncation_that_was_requested_before
     assert world.checks.replicas.answered_last[world.storage.name] == 5
 
 
-def test_checker_no_cut_committed_detects_a_truncation_below_the_mark(world):
+def test_the_no_cut_committed_checker_detects_a_truncation_below_the_mark(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     with fails("NoCutCommitted"):
         world.report_work(m.Truncate, 4, -1, bytes(16))
 
 
-def test_checker_no_cut_committed_detects_a_request_to_truncate_below_the_mark(world):
+def test_the_no_cut_committed_checker_detects_a_request_to_truncate_below_the_mark(world):
     with fails("NoCutCommitted"):
         world.report_work(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"))
 
 
-def test_checker_lwm_full_detects_a_mark_above_the_synced_log(world):
+def test_the_lwm_full_checker_detects_a_mark_above_the_synced_log(world):
     with fails("LwmFull"):
         world.report_work(m.SetLowWaterMark, 1, bytes(16))
 
 
-def test_checker_identity_detects_a_write_to_another_storage(world):
+def test_the_identity_checker_detects_a_write_to_another_storage(world):
     world.coordinator.storage_ids[world.storage.replica] = b"another"
     with fails("Identity"):
         world.report_work(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
 
 
-def test_checker_identity_detects_an_answer_with_another_storage_id(world):
+def test_the_identity_checker_detects_an_answer_with_another_storage_id(world):
     outcome = m.Prepared(0, 1, 0, bytes(16), 0, -1, True, -1, bytes(16), False, b"")
     with fails("Identity"):
         world.report_work(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=outcome)
 
 
-def test_checker_log_matching_detects_two_chains_of_one_session(world):
+def test_the_log_matching_checker_detects_two_chains_of_one_session(world):
     one = entry(world)
     world.checks.replicas._chain_of_batch[one.last, one.session_id] = b"another"
     with fails("LogMatching"):
         world.report_work(*append(world, one))
 
 
-def test_checker_log_matching_detects_records_that_were_never_written(world):
+def test_the_log_matching_checker_detects_records_that_were_never_written(world):
     with fails("LogMatching"):
         world.checks.outcomes.on_log_exposed(world.history.last + 1, bytes(16))
 
 
-def test_checker_log_matching_detects_a_record_that_differs_from_its_request(world):
+def test_the_log_matching_checker_detects_a_record_that_differs_from_its_request(world):
     record = world.history.records[-1]
     operation = world.last_operation()
     assert data_of_record(record) == operation.data
@@ -484,14 +490,14 @@ def rot(world):
     world.storage.disk.flip_bits(path, 128 + 30)
 
 
-def test_checker_fixed_detects_a_corrupt_record_at_the_end_of_a_run():
+def test_the_fixed_checker_detects_a_corrupt_record_at_the_end_of_a_run():
     world = World(is_over=True)
     rot(world)
     with fails("Fixed"):
         world.checks.check_final_state()
 
 
-def test_checker_fixed_detects_a_corrupt_record_during_a_run(world):
+def test_the_fixed_checker_detects_a_corrupt_record_during_a_run(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.check_log_state(world.storage, log)
@@ -524,27 +530,27 @@ class SessionSettled:
         )
 
 
-def test_checker_outcome_truth_detects_a_false_commit(world):
+def test_the_outcome_truth_checker_detects_a_false_commit(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
         world.checks.on_submission_settled(world.client, outcome.effect)
 
 
-def test_checker_outcome_truth_detects_a_false_loss(world):
+def test_the_outcome_truth_checker_detects_a_false_loss(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.LOST)
     outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
         world.checks.on_submission_settled(world.client, outcome.effect)
 
 
-def test_checker_outcome_truth_detects_a_false_failure(world):
+def test_the_outcome_truth_checker_detects_a_false_failure(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
         world.checks.outcomes._check_new_row(world.history.last)
 
 
-def test_checker_outcome_truth_detects_a_false_report_of_a_mark_ahead_of_the_log(world):
+def test_the_outcome_truth_checker_detects_a_false_report_of_a_mark_ahead_of_the_log(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.AHEAD)
     with fails("OutcomeTruth"):
         world.checks.on_submission_settled(world.client, outcome.effect)
@@ -553,7 +559,7 @@ def test_checker_outcome_truth_detects_a_false_report_of_a_mark_ahead_of_the_log
     world.checks.on_submission_settled(world.client, outcome.effect)
 
 
-def test_checker_outcome_truth_detects_a_false_rejection(world):
+def test_the_outcome_truth_checker_detects_a_false_rejection(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.LOST)
     outcome.operation.transaction_id = 3
     effect = client_events.SubmissionRejected(outcome.submission.token, Unreachable("never sent"))
@@ -570,13 +576,13 @@ def test_a_lock_rejection_names_a_committed_transaction(world):
         world.report_answer(replace(answer, high_water_mark=world.history.last))
 
 
-def test_checker_at_most_once_detects_a_request_id_that_is_in_the_log_twice(world):
+def test_the_at_most_once_checker_detects_a_request_id_that_is_in_the_log_twice(world):
     node = world.history.nodes[world.history.chains[world.history.last]]
     with fails("AtMostOnce"):
         world.history._append_batch(node)
 
 
-def test_checker_at_most_once_detects_an_operation_that_is_in_the_log_twice(world):
+def test_the_at_most_once_checker_detects_an_operation_that_is_in_the_log_twice(world):
     operation = world.last_operation()
     operation.transaction_id = 1
     with fails("AtMostOnce"):
@@ -588,20 +594,20 @@ def feed_rows(world, first, count, *, skip=0):
     return client_events.FeedAdvanced(first, count, headers)
 
 
-def test_checker_dense_detects_a_gap_in_a_feed(world):
+def test_the_dense_checker_detects_a_gap_in_a_feed(world):
     world.client.fed_last = 3
     world.checks.on_feed_received(world.client, feed_rows(world, 4, 2))
     with fails("Dense"):
         world.checks.on_feed_received(world.client, feed_rows(world, 5, 2))
 
 
-def test_checker_client_prefix_detects_wrong_headers_in_a_feed(world):
+def test_the_client_prefix_checker_detects_wrong_headers_in_a_feed(world):
     world.client.fed_last = 3
     with fails("ClientPrefix"):
         world.checks.on_feed_received(world.client, feed_rows(world, 4, 2, skip=1))
 
 
-def test_checker_hwm_mono_detects_a_wrong_mark_of_a_client(world):
+def test_the_hwm_mono_checker_detects_a_wrong_mark_of_a_client(world):
     world.checks.on_client_mark_moved(world.client, world.history.last)
     with fails("HwmMono"):
         world.checks.on_client_mark_moved(world.client, world.history.last - 1)
@@ -609,7 +615,7 @@ def test_checker_hwm_mono_detects_a_wrong_mark_of_a_client(world):
         world.checks.on_client_mark_moved(world.client, world.history.last + 1)
 
 
-def test_checker_hwm_mono_detects_a_wrong_mark_on_a_connection(world):
+def test_the_hwm_mono_checker_detects_a_wrong_mark_on_a_connection(world):
     world.report_answer(m.HighWaterMarkResponse(QUESTION, world.history.last))
     with fails("HwmMono"):
         world.report_answer(m.HighWaterMarkResponse(QUESTION, world.history.last - 1))
@@ -632,7 +638,7 @@ def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_ma
         world.report_answer(m.HighWaterMarkResponse(QUESTION, last - 5))
 
 
-def test_checker_stale_mark_detects_a_linearizable_mark_below_an_acknowledged_id(world):
+def test_the_stale_mark_checker_detects_a_linearizable_mark_below_an_acknowledged_id(world):
     last = world.history.last
     world.checks.responses.on_acknowledged(last)
     request = m.ReplicasRequest(QUESTION, linearizable=True)
@@ -646,7 +652,7 @@ def test_checker_stale_mark_detects_a_linearizable_mark_below_an_acknowledged_id
             world.checks.on_client_received(world.client, world.link, outcome)
 
 
-def test_checker_flush_detects_a_flush_answered_before_an_earlier_append(world):
+def test_the_flush_checker_detects_a_flush_answered_before_an_earlier_append(world):
     append_id = ReqId(1, 0, 0, 77_777)
     request = m.AppendRequest(append_id, 0, (), (), (), 7, b"", 0)
     world.checks.on_client_sent(world.client, world.link, request)
@@ -656,7 +662,7 @@ def test_checker_flush_detects_a_flush_answered_before_an_earlier_append(world):
 
 
 @pytest.mark.parametrize("loss", [m.RowOutcomeCode.LOST, m.RowOutcomeCode.NO_SPACE])
-def test_checker_overtaken_detects_a_commit_after_a_lost_row_of_the_same_mount(world, loss):
+def test_the_overtaken_checker_detects_a_commit_after_a_lost_row_of_the_same_mount(world, loss):
     mark = world.history.last
     behind = replace(
         outcome(m.RowOutcomeCode.COMMITTED, transaction_id=mark),
@@ -674,21 +680,21 @@ def test_checker_overtaken_detects_a_commit_after_a_lost_row_of_the_same_mount(w
 # 16, 17, 18, 19: locks
 
 
-def test_checker_not_ahead_detects_a_mark_above_the_log_at_admission(world):
+def test_the_not_ahead_checker_detects_a_mark_above_the_log_at_admission(world):
     node = next(reversed(world.history.nodes.values()))
     world.history.operations[node.rows[0].number].mark = world.history.last + 1
     with fails("NotAhead"):
         world.checks.outcomes.on_batch_submitted(node.chain)
 
 
-def test_checker_not_ahead_detects_a_committed_row_with_a_mark_at_or_above_its_id(world):
+def test_the_not_ahead_checker_detects_a_committed_row_with_a_mark_at_or_above_its_id(world):
     operation = world.last_operation()
     operation.mark, operation.write_locks, operation.read_locks = world.history.last, (), ()
     with fails("NotAhead"):
         world.checks.outcomes._check_new_row(world.history.last)
 
 
-def test_checker_lock_serial_detects_a_committed_conflict(world):
+def test_the_lock_serial_checker_detects_a_committed_conflict(world):
     operation = world.last_operation()
     world.checks.locks._writers[99] = [world.history.last - 1]
     operation.mark, operation.read_locks = world.history.last - 2, (99,)
@@ -708,7 +714,7 @@ def follower_behind_a_writer(world):
     return node.chain, operation, (history.last - 1, history.log[-2].key)
 
 
-def test_checker_followed_detects_a_predecessor_that_the_client_did_not_get(world):
+def test_the_followed_checker_detects_a_predecessor_that_the_client_did_not_get(world):
     chain, operation, outcome = follower_behind_a_writer(world)
     with fails("Followed"):
         world.checks.outcomes._check_dependent_append(operation, chain, world.history.last)
@@ -716,7 +722,7 @@ def test_checker_followed_detects_a_predecessor_that_the_client_did_not_get(worl
     world.checks.outcomes._check_dependent_append(operation, chain, world.history.last)
 
 
-def test_checker_followed_detects_a_wrong_predecessor(world):
+def test_the_followed_checker_detects_a_wrong_predecessor(world):
     chain, operation, (position, _) = follower_behind_a_writer(world)
     operation.predecessors = ((position, (9, 9)),)
     with fails("Followed"):
@@ -735,7 +741,7 @@ def checked(ledger, number, mark, *things):
         ((RowKind.GUARD, 0, 1), (RowKind.GUARD, 1, 0)),
     ],
 )
-def test_checker_serializable_detects_a_transaction_that_has_not_seen_an_earlier_transaction(
+def test_the_serializable_checker_detects_a_transaction_that_has_not_seen_an_earlier_transaction(
     first, second
 ):
     """Two transfers computed at one mark: the second has not seen the first."""
@@ -749,7 +755,7 @@ def test_checker_serializable_detects_a_transaction_that_has_not_seen_an_earlier
     assert ledger.checked_count == 2
 
 
-def test_checker_serializable_detects_broken_invariants_in_any_order():
+def test_the_serializable_checker_detects_broken_invariants_in_any_order():
     ledger = Ledger()
     ledger.replay(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
     ledger.check_final_state()
@@ -763,7 +769,7 @@ def test_checker_serializable_detects_broken_invariants_in_any_order():
         ledger.check_final_state()
 
 
-def test_checker_serializable_replays_the_transactions_of_a_disk():
+def test_the_serializable_checker_replays_the_transactions_of_a_disk():
     world = World(is_over=True)
     data_read = list(world.checks.replicas.data_on_disk(world.storage))
     assert data_read == [data_of_record(record) for record in world.history.records]
@@ -776,7 +782,7 @@ def written_lock(world):
     )
 
 
-def test_checker_lock_bound_detects_a_lock_entry_below_its_last_writer(world):
+def test_the_lock_bound_checker_detects_a_lock_entry_below_its_last_writer(world):
     lock = written_lock(world)
     world.checks.locks.check_lock(world.owner, lock)
     world.owner.partition.pipeline._lock_table = LockTable(1009, -1)
@@ -784,7 +790,7 @@ def test_checker_lock_bound_detects_a_lock_entry_below_its_last_writer(world):
         world.checks.locks.check_lock(world.owner, lock)
 
 
-def test_checker_reserve_held_detects_entries_above_the_last_assigned_id(world):
+def test_the_reserve_held_checker_detects_entries_above_the_last_assigned_id(world):
     world.checks.locks.check_table(world.owner)
     world.owner.partition.pipeline._lock_table.reset(world.history.last + 1_000)
     with fails("ReserveHeld"):
@@ -806,7 +812,7 @@ def changed(world, **states):
     return replace(metadata, states=now)
 
 
-def test_checker_meta_shape_detects_a_wrong_claim(world):
+def test_the_meta_shape_checker_detects_a_wrong_claim(world):
     metadata = world.coordinator.metadata
     for session, nonce in ((metadata.session_id + 2, b"1"), (metadata.session_id + 1, world.nonce)):
         with fails("MetaShape"):
@@ -815,13 +821,13 @@ def test_checker_meta_shape_detects_a_wrong_claim(world):
         world.report_write(replace(changed(world, s0=ReplicaState(0, 3)), session_id=1), b"2")
 
 
-def test_checker_meta_shape_detects_a_wrong_version(world):
+def test_the_meta_shape_checker_detects_a_wrong_version(world):
     world.coordinator.metadata_version += 1
     with fails("MetaShape"):
         world.report_write(world.coordinator.metadata)
 
 
-def test_checker_meta_shape_detects_a_wrong_state_of_an_engaged_replica(world):
+def test_the_meta_shape_checker_detects_a_wrong_state_of_an_engaged_replica(world):
     closed = ReplicaState(world.session, world.history.last)
     with fails("MetaShape"):
         world.report_write(changed(world, s0=closed, s1=closed))
@@ -831,12 +837,12 @@ def test_checker_meta_shape_detects_a_wrong_state_of_an_engaged_replica(world):
         world.report_write(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
 
 
-def test_checker_meta_shape_detects_a_wrong_state_of_a_closed_replica(world):
+def test_the_meta_shape_checker_detects_a_wrong_state_of_a_closed_replica(world):
     with fails("MetaShape"):
         world.report_write(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
 
 
-def test_checker_engaged_only_detects_an_engaged_replica_without_a_mark_on_its_disk(world):
+def test_the_engaged_only_checker_detects_an_engaged_replica_without_a_mark_on_its_disk(world):
     world.sessions._last_session["storage0:1"] = NO_SESSION
     with fails("EngagedOnly"):
         world.report_write(world.coordinator.metadata)
@@ -855,7 +861,7 @@ def raw_range(world, form, records):
 
 
 @pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
-def test_checker_no_rot_served_detects_wrong_records_of_a_storage(world, form):
+def test_the_no_rot_served_checker_detects_wrong_records_of_a_storage(world, form):
     size = 28 if form else None
     nodes = [
         world.history.batch_at(entry.chain, entry.last)
@@ -876,7 +882,7 @@ def test_checker_no_rot_served_detects_wrong_records_of_a_storage(world, form):
         world.report_work(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
 
 
-def test_checker_no_rot_served_finds_a_batch_that_was_never_written(world):
+def test_the_no_rot_served_checker_finds_a_batch_that_was_never_written(world):
     outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
         world.report_work(m.LineageRequest, 0, 1, outcome=outcome)
@@ -886,7 +892,7 @@ def test_checker_no_rot_served_finds_a_batch_that_was_never_written(world):
 
 
 @pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
-def test_checker_no_rot_served_detects_wrong_records_of_a_server(world, form):
+def test_the_no_rot_served_checker_detects_wrong_records_of_a_server(world, form):
     size = 28 if form else None
     good = b"".join(record[:size] for record in world.history.records[2:4])
     mark = world.history.last
@@ -900,7 +906,7 @@ def test_checker_no_rot_served_detects_wrong_records_of_a_server(world, form):
             world.report_answer(outcome(bad))
 
 
-def test_checker_no_rot_served_detects_wrong_headers_and_chains_in_the_feed(world):
+def test_the_no_rot_served_checker_detects_wrong_headers_and_chains_in_the_feed(world):
     good = b"".join(record[8:28] for record in world.history.records[2:4])
     last = world.history.last
 
@@ -914,7 +920,7 @@ def test_checker_no_rot_served_detects_wrong_headers_and_chains_in_the_feed(worl
         world.report_answer(outcome(good, last))
 
 
-def test_checker_no_rot_served_detects_wrong_data_of_a_single_transaction(world):
+def test_the_no_rot_served_checker_detects_wrong_data_of_a_single_transaction(world):
     good = data_of_record(world.history.records[3])
     world.report_answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
     world.report_answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))
@@ -926,14 +932,14 @@ def test_checker_no_rot_served_detects_wrong_data_of_a_single_transaction(world)
 # 25, 26, 27: the end of a run, bounds, and required states
 
 
-def test_checker_converged_detects_a_replica_whose_log_ends_too_early():
+def test_the_converged_checker_detects_a_replica_whose_log_ends_too_early():
     world = World(is_over=True)
     world.history.log.append(world.history.log[-1])
     with fails("Converged"):
         world.checks.check_final_state()
 
 
-def test_checker_converged_detects_a_suspect_replica():
+def test_the_converged_checker_detects_a_suspect_replica():
     world = World(is_over=True)
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, suspect=True)
@@ -941,7 +947,7 @@ def test_checker_converged_detects_a_suspect_replica():
         world.checks.check_final_state()
 
 
-def test_checker_converged_detects_an_append_without_an_outcome():
+def test_the_converged_checker_detects_an_append_without_an_outcome():
     world = World(is_over=True)
     world.checks.check_final_state()
     world.last_operation().outcome = ""
@@ -949,7 +955,7 @@ def test_checker_converged_detects_an_append_without_an_outcome():
         world.checks.check_final_state()
 
 
-def test_checker_converged_detects_a_feed_that_is_not_at_its_end():
+def test_the_converged_checker_detects_a_feed_that_is_not_at_its_end():
     world = World(is_over=True)
     world.checks.on_client_subscribed(world.client)
     world.client.fed_last = world.history.last - 1
@@ -958,12 +964,12 @@ def test_checker_converged_detects_a_feed_that_is_not_at_its_end():
         world.checks.check_final_state()
 
 
-def test_checker_converged_detects_a_stream_that_has_ended(world):
+def test_the_converged_checker_detects_a_stream_that_has_ended(world):
     with fails("ClientStopped"):
         world.checks.on_client_stopped(world.client, ClientAheadOfLog("the log is gone"))
 
 
-def test_checker_bounded_detects_too_many_tries(world):
+def test_the_bounded_checker_detects_too_many_tries(world):
     for _ in range(DIALS_PER_S_MAX - 1):
         world.checks.on_dial("one", "another")
     world.cluster.world.now_us += 500 * US_PER_MS
@@ -977,7 +983,7 @@ def test_checker_bounded_detects_too_many_tries(world):
             world.report_effects(session_events.ReadMetadata(1))
 
 
-def test_checker_bounded_detects_too_much_lag(world):
+def test_the_bounded_checker_detects_too_much_lag(world):
     one = entry(world, NO_SESSION)
     limit = world.cluster.store_limits.lag_bytes_max
     with fails("Bounded"):
@@ -993,14 +999,14 @@ def test_checker_bounded_detects_too_much_lag(world):
 @pytest.mark.parametrize(
     "field", ["queue_bytes_max", "in_flight_bytes_max", "concurrent_fetches_max"]
 )
-def test_checker_bounded_detects_too_large_queues(world, field):
+def test_the_bounded_checker_detects_too_large_queues(world, field):
     limits = {"queue_bytes_max": 1, "in_flight_bytes_max": 1 << 20, "concurrent_fetches_max": 2}
     world.cluster.limits = SimpleNamespace(**{**limits, field: -10})
     with fails("Bounded"):
         world.checks.limits.on_server_stepped(world.owner)
 
 
-def test_checker_bounded_detects_a_too_large_queue_of_a_storage(world):
+def test_the_bounded_checker_detects_a_too_large_queue_of_a_storage(world):
     world.storage.service.queue_limits.owner_bytes = 1 << 20
     with fails("Bounded"):
         world.report_work(m.Heartbeat)
@@ -1036,26 +1042,26 @@ def report_archived_mark(world, **fields):
     world.checks.archive.on_metadata_written(world.owner.name, after)
 
 
-def test_checker_archived_needs_the_recorded_manifest(archived):
+def test_the_archived_checker_needs_the_recorded_manifest(archived):
     with fails("Archived"):
         report_archived_mark(archived, manifest="another")
     with fails("Archived"):
         report_archived_mark(archived, manifest_crc=1)
 
 
-def test_checker_archived_needs_all_objects_of_the_manifest(archived):
+def test_the_archived_checker_needs_all_objects_of_the_manifest(archived):
     files = archived.cluster.archive.files
     del files[next(name for name in files if "/objects/0-" in name)]
     with fails("Archived"):
         report_archived_mark(archived, stamp_ms=1)
 
 
-def test_checker_archived_compares_the_mark_with_the_end_of_the_objects(archived):
+def test_the_archived_checker_compares_the_mark_with_the_end_of_the_objects(archived):
     with fails("Archived"):
         report_archived_mark(archived, last=archived.coordinator.marker.archived.last + 1)
 
 
-def test_checker_archived_compares_records_and_batches_with_the_log(archived):
+def test_the_archived_checker_compares_records_and_batches_with_the_log(archived):
     archive, checks = archived.cluster.archive, archived.checks.archive
     name = next(name for name in archive.files if "/objects/0-" in name)
     file = archive.files[name]
@@ -1070,7 +1076,7 @@ def test_checker_archived_compares_records_and_batches_with_the_log(archived):
     report_archived_mark(archived, stamp_ms=3)
 
 
-def test_checker_archived_accepts_an_object_that_a_fault_has_corrupted(archived):
+def test_the_archived_checker_accepts_an_object_that_a_fault_has_corrupted(archived):
     archive = archived.cluster.archive
     archived.checks.archive._verified_objects.clear()
     archive.corrupt_file(next(name for name in archive.files if "/objects/0-" in name))
@@ -1085,31 +1091,31 @@ def test_nothing_in_the_archive_is_overwritten(archived):
 
 
 @pytest.mark.parametrize("fields", [{"last": 0}, {"first": -1}])
-def test_checker_archive_mono_detects_an_archived_mark_that_decreases(archived, fields):
+def test_the_archive_mono_checker_detects_an_archived_mark_that_decreases(archived, fields):
     with fails("ArchiveMono"):
         report_archived_mark(archived, **fields)
 
 
-def test_checker_archive_mono_detects_a_removed_archived_mark(archived):
+def test_the_archive_mono_checker_detects_a_removed_archived_mark(archived):
     with fails("ArchiveMono"):
         archived.checks.archive.on_metadata_written(
             archived.owner.name, replace(archived.coordinator.marker, archived=None)
         )
 
 
-def test_checker_archive_mono_detects_an_archived_mark_of_an_unsettled_session(archived):
+def test_the_archive_mono_checker_detects_an_archived_mark_of_an_unsettled_session(archived):
     archived.checks.archive._settled_sessions.clear()
     with fails("ArchiveMono"):
         report_archived_mark(archived, stamp_ms=1)
 
 
-def test_checker_archive_mono_detects_an_archived_mark_above_the_log(archived):
+def test_the_archive_mono_checker_detects_an_archived_mark_above_the_log(archived):
     with fails("ArchiveMono"):
         report_archived_mark(archived, last=archived.history.last + 1)
 
 
 @pytest.mark.parametrize("bound", ["recorded", "confirmed", "chain"])
-def test_checker_start_bound_detects_a_log_that_begins_above_the_archived_mark(archived, bound):
+def test_the_start_bound_checker_detects_a_log_that_begins_above_the_archived_mark(archived, bound):
     storage = next(
         each for each in archived.cluster.storages.values() if each.log.start.transaction_id >= 0
     )
@@ -1223,7 +1229,7 @@ def test_expired_objects_stay_for_the_grace_period(expiring):
         expiring.checks.on_archive_file_deleted(later)
 
 
-def test_checker_expired_detects_a_wrongly_rejected_read(expiring):
+def test_the_expired_checker_detects_a_wrongly_rejected_read(expiring):
     first = first_end(expiring)
     report_expiry(expiring, first, first)
     checks = expiring.checks

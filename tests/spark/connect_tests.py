@@ -339,7 +339,9 @@ def test_a_stream_with_wrong_columns_is_rejected(
     assert "input has no column 'data'" in first_shown_text(output)
 
 
-def test_a_deleted_table_session_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
+def test_deleting_a_table_session_does_not_end_threads_of_other_sessions(
+    spark: SparkSession,
+) -> None:
     """Before PySpark 4.2, all clients share threads, and a deleted session closes its client."""
     if hasattr(spark.client, "_release_futures"):
         pytest.skip("each client of this PySpark waits for its own tasks")

@@ -37,6 +37,6 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
 
 
 show_command.help_details = (
-    "For `client`, only this command reads a settings file and the variables "
-    "WALTZ_CLIENT_...: an application passes a `ClientConfig` to its client instead."
+    "Only this command reads settings of `client` from a file and from variables "
+    "WALTZ_CLIENT_.... An application passes a `ClientConfig` to its client instead."
 )

@@ -200,7 +200,7 @@ class Callers:
             client = self.new_client(token)
         except errors.BadConfig as error:  # not an error of the caller
             raise errors.Unavailable(
-                f"the gateway cannot forward tokens, because of its setting connect: {error}"
+                f"the gateway cannot forward tokens with its setting `connect`: {error}"
             ) from error
         await client.open()
         try:

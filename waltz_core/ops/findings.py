@@ -239,8 +239,8 @@ _ROWS_BY_AREA: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "storage-id-mismatch",
             "the storage at {storage} has the storage ID {found}, but ZooKeeper has the ID "
             "{expected} for this address. Hint: stop this storage and start the registered one. "
-            "If the registered one is lost, start a storage with an empty directory; the command "
-            "then makes it the replacement.",
+            "If the registered one is lost, start a storage with an empty directory at this "
+            "address; the command then replaces the lost storage with the new one.",
             "waltz-core cluster replace-storage {storage} {storage} --connect {connect}",
         ),
         _finding_row(

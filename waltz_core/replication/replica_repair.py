@@ -344,8 +344,8 @@ class ReplicaRepair:
             chain = verify_batches(answer, self.chain)
             if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
                 raise ChecksumMismatch(
-                    f"copied records from {answer.first}: the chain hash after their batches does "
-                    "not match the decided log"
+                    f"copied records from ID {answer.first}: the chain hash after the "
+                    "last of these records does not match the decided log"
                 )
             self._fetched_chain = chain
         self._fetched_range = answer
@@ -461,17 +461,19 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
     if lengths.size != answer.count:
         raise BadFormat(f"copied records: expected {answer.count} lengths, found {lengths.size}")
     if crc32(answer.records) != answer.records_crc:
-        raise ChecksumMismatch(f"copied records from {first}: the records do not match their CRC")
+        raise ChecksumMismatch(
+            f"copied records from ID {first}: the records do not match their CRC"
+        )
     bad_index = raw_records.first_bad_record(answer.records, lengths)
     if bad_index is not None:
         raise ChecksumMismatch(
-            f"copied records from {first}: record {first + bad_index} does not match its CRC"
+            f"copied records from ID {first}: record {first + bad_index} does not match its CRC"
         )
     gap_index = raw_records.first_gap(answer.records, lengths, TransactionId(first))
     if gap_index is not None:
         found_id = raw_records.ids_of(answer.records, lengths)[gap_index]
         raise BadFormat(
-            f"copied records from {first}: expected transaction ID {first + gap_index}, "
+            f"copied records from ID {first}: expected transaction ID {first + gap_index}, "
             f"found {found_id}"
         )
 
@@ -485,7 +487,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     """
     if bytes(answer.chain_before) != chain_before:
         raise ChecksumMismatch(
-            f"copied records from {answer.first}: expected chain hash {chain_before.hex()} "
+            f"copied records from ID {answer.first}: expected chain hash {chain_before.hex()} "
             f"before them, found {bytes(answer.chain_before).hex()}"
         )
     lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
@@ -496,7 +498,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
             raise ChecksumMismatch(_LOST_BATCHES_TEXT.format(entry.first, entry.last))
         if not next_id == entry.first <= entry.last < end:
             raise BadFormat(
-                f"copied records from {answer.first}: expected a batch that begins at "
+                f"copied records from ID {answer.first}: expected a batch that begins at "
                 f"transaction {next_id} and ends before {end}, found "
                 f"{entry.first}..{entry.last}"
             )
@@ -510,7 +512,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
         next_id = entry.last + 1
     if next_id != end:
         raise BadFormat(
-            f"copied records from {answer.first}: expected batches up to transaction "
+            f"copied records from ID {answer.first}: expected batches up to transaction "
             f"{end - 1}, found batches up to {next_id - 1}"
         )
     return chain

@@ -121,8 +121,8 @@ class ChangeDecoder:
                 check_rules(rules, rows)
             if headers and (unread_headers := set(rules.delete_headers) - set(headers)):
                 raise BadConfig(
-                    f"delete_headers: header {min(unread_headers)} is not one of the headers of "
-                    f"the table, {sorted(headers)}. Hint: list this header in headers, too."
+                    f"delete_headers: header {min(unread_headers)} is not in the parameter "
+                    f"`headers`, {sorted(headers)}. Hint: add it there."
                 )
             self._scan_columns = _scan_columns(rows, data_format, has_keys=has_keys)
         self._rows = rows

@@ -126,7 +126,7 @@ class FollowedParquetTable:
         self._start_marks = start
 
     def finish(self) -> None:
-        """Create the table if `create` was called: an empty batch with the marks of the start.
+        """Create the table if `create` was called: an empty batch with the starting marks.
 
         Raises:
             Superseded: the table exists already.

@@ -88,14 +88,14 @@ class LockGuarantees:
         if estimate < writer:
             self._state.fail(
                 "LockBound",
-                f"{name} has {estimate} as the last writer of lock {lock}, but transaction "
-                f"{writer} has written it",
+                f"{name} has transaction {estimate} as the last writer of lock {lock}, but "
+                f"transaction {writer} has written it",
             )
         if estimate > assigned_last:
             self._state.fail(
                 "ReserveHeld",
-                f"{name} has {estimate} as the last writer of lock {lock}; the last assigned ID is "
-                f"{assigned_last}, the log ends at {mark}",
+                f"{name} has transaction {estimate} as the last writer of lock {lock}: expected at "
+                f"most the last assigned ID, {assigned_last} (the log ends at {mark})",
             )
 
     def _last_assigned_id(self, server: "SimServer") -> TransactionId:

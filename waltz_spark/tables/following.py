@@ -267,8 +267,8 @@ def _open_checked_table(
         headers = tuple(table.headers)
         if headers and (unread_headers := set(table.delete_headers) - set(headers)):
             raise BadConfig(
-                f"delete_headers: header {min(unread_headers)} is not one of the headers of the "
-                f"table, {sorted(headers)}. Hint: list this header in headers, too."
+                f"delete_headers: header {min(unread_headers)} is not in the parameter "
+                f"`headers`, {sorted(headers)}. Hint: add it there."
             )
         declared_columns = None
         if table.schema is not None:

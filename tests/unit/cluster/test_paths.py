@@ -12,7 +12,7 @@ from waltz_core.cluster.znodes.paths import (
 )
 
 
-def test_the_table_names_every_path():
+def test_every_path_is_in_the_table():
     paths = ClusterPaths("/R")
     found = {
         paths.root,

@@ -130,7 +130,7 @@ def test_text_that_is_not_base64_is_rejected_for_a_binary_column(text: str) -> N
     assert read("QUI=", pa.binary(), "json") == b"AB"
 
 
-def test_nanoseconds_that_are_whole_microseconds_are_a_timestamp() -> None:
+def test_a_timestamp_in_nanoseconds_must_be_a_multiple_of_a_microsecond() -> None:
     kind = KINDS["timestamp"]
     moment = dt.datetime(2026, 1, 2, 3, 4, 5, 123456, UTC)
     assert read("2026-01-02T03:04:05.123456000Z", kind, "json") == moment

@@ -168,7 +168,7 @@ async def run_access_change(
     if as_json:
         _print_json(result, usage)
     else:
-        for text in revision_use_lines(usage, result.change.after.revision):
+        for text in describe_revision_use(usage, result.change.after.revision):
             print_error(text)
     return 0 if usage.is_used_by_all or usage.is_access_control_off else 1
 
@@ -290,7 +290,7 @@ def _print_change(result: AccessResult) -> None:
         print_result(f"{result.summary}; the permissions have revision {change.after.revision}")
 
 
-def revision_use_lines(use: RevisionUse, revision: int) -> list[str]:
+def describe_revision_use(use: RevisionUse, revision: int) -> list[str]:
     """Return lines of text about the daemons that use a revision."""
     if not use.daemon_count:
         return ["no server is registered, and no storage has replicas"]

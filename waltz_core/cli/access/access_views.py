@@ -12,7 +12,7 @@ from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.administration.change_run import now_ms
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_change import read_revision_use, revision_use_lines
+from waltz_core.cli.access.access_change import describe_revision_use, read_revision_use
 from waltz_core.cli.access.access_export import revision_json
 from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
@@ -43,7 +43,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
         )
         return 0
     _print_permissions(permissions)
-    for text in revision_use_lines(usage, permissions.revision):
+    for text in describe_revision_use(usage, permissions.revision):
         print_error(text)
     return 0
 

@@ -251,7 +251,7 @@ async def _repair_object(
         done = (
             f"repaired by storage {answer.storage}"
             if answer.storage
-            else ("the object had been replaced before")
+            else "an earlier command has already replaced the object"
         )
         show(f"{file_text}: {done}")
         return

@@ -144,7 +144,7 @@ class FollowOptions(NamedTuple):
 @click.option(
     "--start-time",
     metavar="TIME",
-    help="start of a new table: the commit time of its first transactions, with a time zone",
+    help="start of a new table: the earliest commit time of its transactions, with a time zone",
 )
 @click.option(
     "--until",

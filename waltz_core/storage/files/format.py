@@ -457,7 +457,9 @@ SLOT_TAIL_LAYOUT: Final = ByteLayout(
     Field("reserved", "8s", "0"),
     Field("first ID", "q", "of the log's oldest segment"),
     Field("chain before", "16s", "the chain before the first ID"),
-    Field("engaged", "I", "0: never engaged; n: engaged last in session `last session ID` + 1 - n"),
+    Field(
+        "engaged", "I", "0: never engaged; n: last engaged n - 1 sessions before the last session"
+    ),
     has_crc=True,
 )
 _SLOT_STRUCT = SLOT_LAYOUT.struct

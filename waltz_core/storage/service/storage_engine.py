@@ -412,7 +412,7 @@ class StorageEngine:
         found_crc = crc32(copy.records)
         if found_crc != copy.records_crc:
             raise ChecksumMismatch(
-                f"copied records from {copy.first}: expected CRC {copy.records_crc:08x}, "
+                f"copied records from ID {copy.first}: expected CRC {copy.records_crc:08x}, "
                 f"found {found_crc:08x}"
             )
         size = disk_bytes_of_append(len(copy.records), int(lengths.size), len(copy.lineage))
