@@ -217,7 +217,7 @@ def test_a_copy_with_a_chain_other_than_the_decided_one_is_repeated():
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
     repair, goal = repair_of(replica), RepairGoal(2, target.chain)
-    with pytest.raises(ChecksumMismatch, match="after their batches does not match"):
+    with pytest.raises(ChecksumMismatch, match="after the last of these records does not match"):
         run_repair(repair, replica, source, goal)
     assert replica.payloads() == [0, 1]
     repair.restart()
