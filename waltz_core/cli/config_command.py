@@ -38,5 +38,5 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
 
 show_command.help_details = (
     "Only this command reads settings of `client` from a file and from variables "
-    "WALTZ_CLIENT_.... An application passes a `ClientConfig` to its client instead."
+    "WALTZ_CLIENT_*. An application passes a `ClientConfig` to its client instead."
 )
