@@ -185,7 +185,7 @@ def loss_answered_before_settled() -> Patches:
                 if pending.mark_if_lost(pipeline.high_water_mark):
                     pipeline._mounts.require_remount(pending.req_id.client_id)
                 pipeline._finish_part(pending, outcomes)
-            outcomes.extend(BarrierReached(token) for token in sent.waiting)
+            outcomes.extend(BarrierReached(token) for token in sent.waiting_tokens)
         self._route_appends(outcomes)
 
     yield replaced(Partition, "_on_session_closed", _on_session_closed)
