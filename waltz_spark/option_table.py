@@ -211,7 +211,7 @@ OPTIONS: tuple[Option, ...] = (
         Purpose.READ,
         "none",
         "With `changeFeed`: the condition under which a transaction deletes a row. It is a "
-        "comparison of a column with a literal, `op = 'D'`, or a boolean column.",
+        "boolean column, or a comparison of a column with a literal, such as `op = 'D'`.",
     ),
     Option(
         "columnNameOfCorruptRecord",

@@ -77,7 +77,7 @@ def test_the_servers_with_the_lowest_ids_get_the_remaining_partitions():
     }
 
 
-def test_a_partition_goes_to_the_first_server_that_prefers_it_even_beyond_its_share():
+def test_the_first_preferred_server_gets_the_partition_even_if_the_server_exceeds_its_share():
     servers = live_servers(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
     assignment = assign(PartitionAssignment(), servers)
     assert assignment.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
