@@ -376,7 +376,9 @@ def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
 
 
 def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
-    assert ", local, found payments" in run_failing(cluster, "cluster", "delete", "payments")
+    output = run_failing(cluster, "cluster", "delete", "payments")
+    assert "expected local, the name of the cluster at " in output
+    assert "found payments" in output
     assert "servers or storages still run:" in run_failing(cluster, "cluster", "delete", "local")
     outcomes = {
         each["command"]: each["outcome"] for each in json_output(cluster, "cluster", "audit")
