@@ -61,9 +61,9 @@ test: check ## The simulator, the site, real daemons, faults, Spark, notebooks, 
 
 # On two cores one after the other; with more cores, `make -j 2 test` runs both at the same time.
 # Tests that compute or sync all the time would delay the daemons of others, so they have a run.
+# The tests of the site share one build of it, so one worker runs them, and starts first.
 test-core:
-	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
-	@$(RUN) python -m pytest $(SITE) $(ARGS)
+	@$(RUN) python -m pytest -n auto $(IN_ORDER) $(SITE) $(SIMULATED) $(ARGS)
 	@$(RUN) python -m pytest $(FIVE) -m 'not slow' $(REAL) $(ARGS)
 
 # With the oldest Spark, the file with most tests starts first: it takes longest.

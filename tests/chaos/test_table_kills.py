@@ -15,8 +15,9 @@ from waltz_core.tables.table_marks import TableMarks, encode_marks
 
 
 # `tests/unit/tables/test_inferred_columns.py` infers columns in batches that end anywhere.
+@pytest.mark.slow
 @pytest.mark.fault
-@pytest.mark.parametrize("follower", ["command", pytest.param("inferred", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("follower", ["command", "inferred"])
 def test_a_table_is_correct_after_kills_of_its_follower_a_server_and_a_storage(
     tmp_path: Path, follower: str
 ):
@@ -27,6 +28,7 @@ def test_a_table_is_correct_after_kills_of_its_follower_a_server_and_a_storage(
     assert outcome.counts["versions"] > 4
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_the_comparison_detects_wrong_rows_wrong_marks_and_wrong_transactions(tmp_path: Path):
     table = tmp_path / "table"

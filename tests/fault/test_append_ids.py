@@ -106,6 +106,7 @@ def test_an_append_is_found_by_its_request_id_in_all_logs(
         cluster.down()
 
 
+@pytest.mark.slow
 def test_daemons_log_json_if_log_format_is_json(tmp_path: Path):
     json_lines: dict[str, dict[str, object]] = {
         "storage": {"log_format": "json"}, "server": {"log_format": "json"}

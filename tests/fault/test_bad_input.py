@@ -208,6 +208,7 @@ def test_appends_continue_with_one_full_disk(small_cluster: tuple[Scenario, list
     scenario.check_outcomes_against_log()
 
 
+@pytest.mark.slow
 def test_if_all_storages_have_full_disks_appends_are_rejected_and_reads_still_work(
     small_cluster: tuple[Scenario, list[SmallDisk]],
 ):

@@ -77,6 +77,7 @@ def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[
         each.kill()
 
 
+@pytest.mark.slow
 def test_the_balances_are_correct_after_each_process_has_been_killed(
     scenario: Scenario, database: str, tellers: list[Process]
 ) -> None:

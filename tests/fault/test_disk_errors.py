@@ -194,6 +194,7 @@ def test_a_storage_restored_from_an_old_copy_has_no_vote_until_it_catches_up(
     scenario.check_outcomes_against_log()
 
 
+@pytest.mark.slow
 def test_two_storages_are_no_quorum_if_one_was_restored_from_an_old_copy(
     scenario: Scenario, tmp_path: Path
 ):

@@ -370,7 +370,8 @@ SLOW_FAULTS = {
     "no quorum is trusted": "test_rebuilding.py",
     "a record has rotted": "test_disk_errors.py",
     "a log does not open": "test_storage_death.py",
-    "a disk is nearly full": "a disk is full",
+    "a disk is nearly full": "test_bad_input.py",
+    "a disk is full": "test_bad_input.py",
     "ZooKeeper has lost everything": "test_rebuilding.py",
 }
 

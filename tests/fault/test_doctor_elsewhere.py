@@ -64,9 +64,9 @@ FAULTS = (
 )
 
 
-# These faults are slow to test, and similar tests exist. The doctor finds a dead storage like a
-# dead node of ZooKeeper, and the test below starts servers.
-SLOW_FAULTS = ("storage-unavailable", "no-server")
+# These faults are slow to test, and similar tests exist: `test_doctor.py` finds dead processes and
+# silent ones.
+SLOW_FAULTS = ("zookeeper-server-unavailable", "storage-unavailable", "storage-silent", "no-server")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
     )
 
 
+@pytest.mark.slow
 def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
     """No other server can remove the dead servers before their ZooKeeper sessions end."""
     cluster = diagnosed.cluster()

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.fault
 COUNT = 300
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_a_node_js_client_loses_and_duplicates_nothing_while_processes_are_killed(tmp_path: Path):
     with (

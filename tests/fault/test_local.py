@@ -107,6 +107,7 @@ def kill_everything(directory: Path) -> list[int]:
     return ports
 
 
+@pytest.mark.slow
 def test_repeated_kills_of_a_cluster_lose_no_transaction_and_leave_no_process(directory: Path):
     written: list[tuple[int, bytes]] = []
     for cycle in range(CYCLES):

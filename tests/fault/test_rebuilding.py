@@ -171,6 +171,7 @@ def partitions_in(lines: set[str]) -> set[str]:
     return {found[0] for line in lines if (found := re.search(r" partition=\d+", line))}
 
 
+@pytest.mark.slow
 def test_command_accept_replicas_opens_partitions_whose_replicas_are_all_suspect(
     scenario: Scenario,
 ):

@@ -116,6 +116,7 @@ def user_change(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureReq
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user_change", [False], indirect=True)
 def test_a_cluster_changes_from_one_zookeeper_user_to_two_while_clients_append(
     user_change: UserChange,

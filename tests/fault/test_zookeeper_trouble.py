@@ -153,6 +153,7 @@ def test_the_connect_string_of_a_local_cluster_names_all_zookeeper_servers(scena
     assert "waltz  cluster key " in result.stdout
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_leading_zookeeper_server_interrupts_no_append(scenario: Scenario):
     """All sessions lose their connections. If a follower dies, only its sessions do."""
     cluster = scenario.cluster

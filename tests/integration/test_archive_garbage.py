@@ -111,6 +111,7 @@ def check_kills_leave_no_garbage(
     assert "collection_failed" not in logs
 
 
+@pytest.mark.slow
 def test_kills_during_uploads_leave_no_garbage_in_a_directory(tmp_path: Path) -> None:
     def age(archive: ClusterArchive) -> None:
         for file in archive.store.list_files(""):

@@ -400,6 +400,7 @@ def test_a_table_in_an_object_store_equals_a_replay(written: WrittenLog, s3: str
     assert read_table(table) == written.replayed(end_marks(written))
 
 
+@pytest.mark.slow
 def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
     url = f"file://{tmp_path}/archive"
     with archiving_cluster(tmp_path, url) as cluster:

@@ -111,6 +111,7 @@ def test_a_reader_needs_the_verb_read(caller_of):
     assert caller_of(None).get(path).status == 403
 
 
+@pytest.mark.slow
 def test_a_revoked_token_is_rejected(caller_of, access):
     writer = caller_of("writer")
     assert writer.append(PERMITTED_PARTITION).status == 200

@@ -56,6 +56,7 @@ def listed(connect: str, folder: Path) -> int:
     return -1 if archived is None else archived
 
 
+@pytest.mark.slow
 def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     settings: dict[str, dict[str, object]] = {

@@ -183,6 +183,7 @@ def test_the_snippet_of_the_page_works(spark: SparkSession, connect: str, direct
     ]
 
 
+@pytest.mark.slow
 def test_a_stream_decrypts_payloads_and_encrypts_its_output(
     spark: SparkSession, connect: str, directory: Path, tmp_path: Path
 ) -> None:

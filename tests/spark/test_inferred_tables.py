@@ -87,6 +87,7 @@ def test_spark_infers_the_same_columns_as_the_core_for_all_batch_limits(
     )
 
 
+@pytest.mark.slow
 def test_followers_continue_a_table_that_was_created_without_columns(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ def without_place(text: str) -> str:
     return re.sub(r"^.*(error: |table \S+: )", "", text.strip())
 
 
+@pytest.mark.slow
 def test_tasks_agree_on_columns_that_they_find_in_different_orders(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:

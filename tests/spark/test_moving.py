@@ -185,6 +185,7 @@ class Writer:
                 self.written.append((partition, at, data))
 
 
+@pytest.mark.slow
 def test_batch_reads_and_a_stream_follow_moved_partitions(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:

@@ -11,21 +11,16 @@ import waltz_core.local
 from tests.spark.exactly_once_rows import TASKS, WRITES
 from tests.time_limits import TEST_TIMEOUT_S
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 JOB = (sys.executable, "-m", "tests.spark.exactly_once_job")
 SECONDS_MAX = 2 * TEST_TIMEOUT_S
 
 
-# Shorter tests of encryption: `test_encryption.py` encrypts a write, and
-# `tests/unit/spark/test_payload_encryption.py` sends encrypted rows again.
 @pytest.mark.parametrize(
     "writes",
-    [
-        pytest.param(tuple(WRITES), id="plain"),
-        pytest.param(("encrypted",), id="encrypted", marks=pytest.mark.slow),
-    ],
+    [pytest.param(tuple(WRITES), id="plain"), pytest.param(("encrypted",), id="encrypted")],
 )
 def test_rows_are_written_once_with_option_exactly_once_and_repeated_without_it(
     tmp_path: Path, writes: tuple[str, ...]

@@ -77,6 +77,7 @@ def test_a_table_follows_a_log_with_avro_payloads(
     assert spark.read.parquet(log).count() == 20
 
 
+@pytest.mark.slow
 def test_a_stream_copies_the_rows_of_a_client_under_another_subject(
     spark: SparkSession,
     connect: str,

@@ -107,6 +107,7 @@ def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenan
         waltz_spark.append(rows, tenant)
 
 
+@pytest.mark.slow
 def test_a_row_needs_a_partition_column_if_its_lock_selects_a_forbidden_partition(
     spark: SparkSession, tenant: str
 ) -> None:

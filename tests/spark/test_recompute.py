@@ -113,6 +113,7 @@ def test_jobs_add_to_one_counter(spark: SparkSession, connect: str, values_of: V
     assert total == 15
 
 
+@pytest.mark.slow
 def test_rows_that_the_function_omits_stay_rejected(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
@@ -222,6 +223,7 @@ def test_an_invalid_result_of_recompute_fails_the_job(
         )
 
 
+@pytest.mark.slow
 def test_results_of_several_writes_share_a_directory(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def stream(spark: SparkSession, connect: str, checkpoint: Path, **options: str) 
     return rows_read
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_an_exactly_once_write_continue(
     spark: SparkSession, cluster: LocalCluster, archive: str, tmp_path: Path
 ) -> None:

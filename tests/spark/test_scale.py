@@ -249,7 +249,7 @@ def test_each_worker_has_few_connections(
             *(90, 4 * MIB - 128, {"maxInFlight": 2}),
             marks=needs_pyspark(4, 1, "Spark's Arrow batches are bounded by rows only"),
         ),
-        (100_000, 4096, {}),
+        pytest.param(100_000, 4096, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_workers_memory_depends_on_options_and_not_on_the_data(

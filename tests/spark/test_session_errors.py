@@ -85,6 +85,7 @@ def test_a_missing_zookeeper_is_raised_as_a_waltz_error(spark: SparkSession) -> 
     assert is_one_sentence(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:toPandas attempted Arrow optimization")  # Spark's own words
 def test_every_action_raises_the_same_error(spark: SparkSession, connect: str) -> None:
     """Without conversion, some actions raise an error of py4j with the whole Java stack."""

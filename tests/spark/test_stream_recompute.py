@@ -112,6 +112,7 @@ def test_a_running_stream_reports_a_recreated_log(
     assert waltz_spark.snapshot(spark, cluster.connect).read().count() == later + 1
 
 
+@pytest.mark.slow
 def test_if_data_loss_is_allowed_a_recreated_log_is_read_from_its_start(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def plan_past_the_end(checkpoint: Path) -> None:
         crc.unlink()
 
 
+@pytest.mark.slow
 def test_a_micro_batch_planned_past_the_end_of_the_log_is_data_loss(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:

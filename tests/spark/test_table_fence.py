@@ -102,9 +102,8 @@ def test_a_table_without_marks_accepts_only_one_first_commit(
     assert first.apply(change(spark, 2), marks_up_to(2, -1))
 
 
-# The follower finds a `RESTORE` and a commit of another follower by the same search in the table's
-# history. Therefore the test with `RESTORE` runs only in `make test-slow`.
-@pytest.mark.parametrize("other", [pytest.param("restore", marks=pytest.mark.slow), "follower"])
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["restore", "follower"])
 def test_another_commit_between_a_read_and_a_merge_is_found(
     spark: SparkSession, tmp_path: Path, other: str
 ) -> None:
@@ -138,6 +137,7 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
     assert second.marks(third).other_commits == []
 
 
+@pytest.mark.slow
 def test_delta_compacts_no_files_after_a_commit(spark: SparkSession, tmp_path: Path) -> None:
     """A compaction would commit with the metadata of the follower."""
     target, table_name = open_table(spark, tmp_path / "table"), f"delta.`{tmp_path}/table`"

@@ -300,6 +300,7 @@ def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
     assert ids(iceberg_session, table) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.core
 @with_iceberg
 def test_a_second_follower_keeps_branches_that_may_become_main(

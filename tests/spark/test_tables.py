@@ -117,6 +117,7 @@ def test_a_micro_batch_that_is_repeated_writes_no_commit(
     assert marks_by_version(table) == versions
 
 
+@pytest.mark.slow
 @with_delta
 def test_each_kind_of_follower_continues_a_table_of_the_other_kind(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
@@ -166,6 +167,7 @@ def test_changed_rules_for_an_existing_table_are_an_error(
         assert marks_by_version(path) == versions
 
 
+@pytest.mark.slow
 @with_delta
 def test_a_named_table_without_rows_is_followed_from_a_start(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
@@ -194,11 +196,9 @@ def test_a_named_table_without_rows_is_followed_from_a_start(
     assert read_table(tmp_path / "named" / "created") == {}
 
 
-# The same comparison in the product rejects both texts.
+@pytest.mark.slow
 @with_delta
-@pytest.mark.parametrize(
-    "text", ["", pytest.param("__HIVE_DEFAULT_PARTITION__", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("text", ["", "__HIVE_DEFAULT_PARTITION__"])
 def test_a_text_key_that_delta_would_read_as_null_is_an_error(
     spark: SparkSession, tmp_path: Path, connect: str, text: str
 ) -> None:
@@ -309,6 +309,7 @@ def test_a_follower_fails_on_a_restored_table_and_on_lost_marks(
         follow_table(spark, written.connect, str(table), follower="again")
 
 
+@pytest.mark.slow
 @with_delta
 def test_following_a_table_that_another_program_has_overwritten_is_an_error(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
@@ -442,6 +443,7 @@ def append_and_return_marks(connect: str, *rows: tuple[int, dict]) -> dict[int, 
     return start
 
 
+@pytest.mark.slow
 @with_delta
 def test_a_failed_first_run_leaves_no_table(
     spark: SparkSession, connect: str, tmp_path: Path
