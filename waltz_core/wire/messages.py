@@ -751,9 +751,9 @@ class ExpireRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ExpireResponse(ClientMessage):
-    """The current first available ID, and whether the server has carried out the expiry.
+    """The current first available ID.
 
-    With `is_done`, the server has carried out the expiry as far as possible.
+    `is_done` states that the server has carried out the expiry as far as possible.
     """
 
     code = 77

@@ -549,8 +549,7 @@ class Segment:
         if count > HOLE_IDS_MAX:
             raise MissingSegment(
                 f"{self._path('.seg')}: found no records with IDs {hole.first} to "
-                f"{hole.last}: expected at most {HOLE_IDS_MAX} missing records before the "
-                "next segment"
+                f"{hole.last}: expected at most {HOLE_IDS_MAX} consecutive missing records"
             )
         pieces = [
             (piece_position, min(_HOLE_PIECE_IDS, position + count - piece_position))
