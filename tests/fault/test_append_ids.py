@@ -15,7 +15,7 @@ from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
 LOGGING = """
 version = 1
 disable_existing_loggers = false
@@ -106,7 +106,6 @@ def test_an_append_is_found_by_its_request_id_in_all_logs(
         cluster.down()
 
 
-@pytest.mark.slow
 def test_daemons_log_json_if_log_format_is_json(tmp_path: Path):
     json_lines: dict[str, dict[str, object]] = {
         "storage": {"log_format": "json"}, "server": {"log_format": "json"}

@@ -233,6 +233,7 @@ def test_if_all_storages_have_full_disks_appends_are_rejected_and_reads_still_wo
     scenario.check_outcomes_against_log()
 
 
+@pytest.mark.slow
 def test_a_storage_reports_a_full_disk_and_refills_its_reserve_when_space_is_free(
     small_cluster: tuple[Scenario, list[SmallDisk]],
 ):

@@ -372,6 +372,7 @@ SLOW_FAULTS = {
     "a log does not open": "test_storage_death.py",
     "a disk is nearly full": "test_bad_input.py",
     "a disk is full": "test_bad_input.py",
+    "ZooKeeper has lost a node": "test_rebuilding.py",
     "ZooKeeper has lost everything": "test_rebuilding.py",
 }
 

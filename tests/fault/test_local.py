@@ -128,6 +128,7 @@ def test_repeated_kills_of_a_cluster_lose_no_transaction_and_leave_no_process(di
     assert all(data in records for _, data in written)
 
 
+@pytest.mark.slow
 def test_local_up_starts_only_missing_processes_and_local_down_stops_no_foreign_process(
     directory: Path,
 ):

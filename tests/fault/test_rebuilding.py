@@ -113,6 +113,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     assert "there is nothing to rebuild" in run_failing(cluster, *rebuild)
 
 
+@pytest.mark.slow
 def test_a_storage_whose_disk_lost_synced_data_does_not_count_towards_the_quorum(
     scenario: Scenario, tmp_path: Path
 ):

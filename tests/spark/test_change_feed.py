@@ -89,6 +89,7 @@ def states() -> set[Path]:
     return set(file.parent.glob("*.sqlite"))
 
 
+@pytest.mark.slow
 @pytest.mark.core
 def test_a_stream_continues_with_the_state_of_its_last_micro_batch(
     spark: SparkSession, connect: str, tmp_path: Path

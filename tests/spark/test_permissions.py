@@ -130,6 +130,7 @@ def test_a_client_that_is_opened_for_some_partitions_needs_no_other_permissions(
         assert client.mount().keys() == client.high_water_marks().keys() == {1, 3}
 
 
+@pytest.mark.slow
 def test_a_revoked_permission_ends_a_stream(
     spark: SparkSession, connect_strings: ConnectStrings
 ) -> None:

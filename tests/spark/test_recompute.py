@@ -173,6 +173,7 @@ def test_invalid_options_are_reported_before_any_task(
     assert values_of(9005) == []
 
 
+@pytest.mark.slow
 def test_each_row_gets_the_transactions_since_its_own_mark(
     spark: SparkSession, connect: str
 ) -> None:

@@ -18,7 +18,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster
 from waltz_spark import shared_clients
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 PARTITIONS = 2
 DAEMONS = ("server-1", "storage-1")
@@ -97,7 +97,6 @@ def stream(spark: SparkSession, connect: str, checkpoint: Path, **options: str) 
     return rows_read
 
 
-@pytest.mark.slow
 def test_a_checkpoint_and_an_exactly_once_write_continue(
     spark: SparkSession, cluster: LocalCluster, archive: str, tmp_path: Path
 ) -> None:

@@ -228,6 +228,7 @@ def write(table: DataFrame, connect: str, **options: object) -> None:
     table.write.format("waltz").mode("append").options(**options).save(connect)
 
 
+@pytest.mark.slow
 def test_each_worker_has_few_connections(
     spark: SparkSession, ordinary_cluster: LocalCluster
 ) -> None:
@@ -242,6 +243,7 @@ def test_each_worker_has_few_connections(
         assert sum(found.values()) < 2 * len(found) * servers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "size", "options"),
     [
@@ -249,7 +251,7 @@ def test_each_worker_has_few_connections(
             *(90, 4 * MIB - 128, {"maxInFlight": 2}),
             marks=needs_pyspark(4, 1, "Spark's Arrow batches are bounded by rows only"),
         ),
-        pytest.param(100_000, 4096, {}, marks=pytest.mark.slow),
+        (100_000, 4096, {}),
     ],
 )
 def test_a_workers_memory_depends_on_options_and_not_on_the_data(

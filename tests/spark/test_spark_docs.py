@@ -95,6 +95,7 @@ def test_the_snippet_of_the_readme_works(separate_session: SparkSession, connect
     assert names["result"].rejected.count() == 0
 
 
+@pytest.mark.slow
 @needs_pyspark(4, 2, "there is no lag")
 def test_the_snippets_of_the_spark_page_work(
     separate_session: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -102,6 +102,7 @@ def test_a_stream_continues_from_its_checkpoint(
     assert spark.read.parquet(str(tmp_path / "files")).count() == 80
 
 
+@pytest.mark.slow
 def test_a_stream_starts_with_new_transactions_unless_an_option_sets_the_start(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:

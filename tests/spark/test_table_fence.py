@@ -183,6 +183,7 @@ def test_each_version_of_a_table_with_two_followers_equals_a_replay_up_to_its_ma
     assert read_table(table) == written.replayed(end_marks(written))
 
 
+@pytest.mark.slow
 def test_a_table_accepts_only_the_follower_that_started_last(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:

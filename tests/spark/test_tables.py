@@ -87,6 +87,7 @@ def test_the_table_equals_a_replay_and_a_repeated_call_writes_no_commit(
     assert spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None
 
 
+@pytest.mark.slow
 @with_delta
 def test_a_micro_batch_that_is_repeated_writes_no_commit(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
