@@ -33,7 +33,6 @@ def check_nothing_is_wrong(scenario: Scenario) -> None:
     wait_until("the doctor reports nothing", lambda: not run_doctor(*words))
 
 
-@pytest.mark.slow
 def test_the_four_recovery_examples_work_while_writes_continue(scenario: Scenario):
     cluster = scenario.cluster
     d, e = start_new_storage(cluster), start_new_storage(cluster)

@@ -6,13 +6,16 @@ thread. This thread also stops threads that the process starts later.
 A thread that waits for a disk holds no lock that another thread needs. But a thread that is stopped
 at another point may hold the lock of the interpreter. Or the stopped thread has not reported its
 start yet, and the first thread waits for this report. So after each stop, the process must answer.
-If it does not answer, the thread continues, and is stopped later.
+If it does not answer, the thread continues, and is stopped later. A stopped thread may also hold a
+lock that the first thread needs only later, for example the lock of a queue. So if the process no
+longer answers, all threads continue for a moment, and are stopped again.
 """
 
 import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +23,8 @@ import pytest
 
 _DETACH, _SEIZE, _INTERRUPT, _WAIT_ALL = 17, 0x4206, 0x4207, 0x40000000
 _CHECK_INTERVAL_S = 0.02
+_ANSWER_INTERVAL_S = 1
+_ANSWER_ATTEMPTS = 5  # on a busy machine, a process may answer late
 
 
 class _ThreadStopper:
@@ -48,14 +53,23 @@ class _ThreadStopper:
         self._thread.join()
 
     def _stop_new_threads(self) -> None:
+        next_check_s = time.monotonic() + _ANSWER_INTERVAL_S
         while not self._ended.is_set() and not self.error:
             with contextlib.suppress(FileNotFoundError):  # the thread has ended
                 for each in os.listdir(f"/proc/{self._pid}/task"):
                     self._stop(int(each))
             self._has_begun.set()
+            if time.monotonic() >= next_check_s:
+                if not any(self._is_answering() for _ in range(_ANSWER_ATTEMPTS)):
+                    self._resume()
+                next_check_s = time.monotonic() + _ANSWER_INTERVAL_S
             self._ended.wait(_CHECK_INTERVAL_S)
+        self._resume()
+
+    def _resume(self) -> None:
         for thread in self._stopped:
             self._detach(thread)
+        self._stopped.clear()
 
     def _stop(self, thread: int) -> None:
         if thread == self._pid or thread in self._stopped:
