@@ -433,7 +433,7 @@ class SimStorage(Process):
         self._step(archive_jobs.ArchiveProgressed())
 
     def _on_archive_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
-        self._step(service.ArchiveAnswered(read, outcome))
+        self._step(service.ArchiveReadDone(read, outcome))
 
     def _run_work(self, work: Work) -> None:
         """Run a piece of work, and answer it later (rule 2)."""

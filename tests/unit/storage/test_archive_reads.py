@@ -88,7 +88,7 @@ class ArchivedLog:
             reader = ArchiveReader(
                 self.store, read.mark.manifest, read.mark.manifest_crc, self.cache
             )
-            self.world.step(service.ArchiveAnswered(read, answer_from_archive(reader, read)))
+            self.world.step(service.ArchiveReadDone(read, answer_from_archive(reader, read)))
         return len(reads)
 
     def error(self, message, connection=1):
@@ -215,7 +215,7 @@ def test_an_object_store_failure_is_reported_once_for_all_reads(archived):
         world.finish()
         (effect,) = world.effects_of(service_effects.ReadArchive)
         world.effects.clear()
-        world.step(service.ArchiveAnswered(effect.read, kind(f"cannot read {number}")))
+        world.step(service.ArchiveReadDone(effect.read, kind(f"cannot read {number}")))
         found = reports(world, "storage.archive_read_failed")
         assert len(found) == (1 if number == 0 else 0)
 

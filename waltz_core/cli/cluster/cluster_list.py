@@ -147,7 +147,7 @@ async def _check_all_stopped(command: ChangeCommand) -> None:
     servers = (await coordinator.read_servers()).servers
     running = [f"server {each.address}" for each in servers.values()]
     storages = list((await coordinator.storages.read_layout()).assignment.partitions)
-    command.report_wait("the check that all storages are stopped")
+    command.report_wait("the storages")
     async with asyncio.TaskGroup() as tasks:
         queried = {
             each: tasks.create_task(is_answering(WireProtocol.STORAGE, each), name=f"query {each}")

@@ -714,7 +714,7 @@ class StorageDaemon:
         failure = archive_error_of(outcome)
         if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE_ERRORS):
             self._archive.on_location_read(read.location, "" if failure is None else str(failure))
-        self._post(service.ArchiveAnswered(read, outcome))
+        self._post(service.ArchiveReadDone(read, outcome))
 
     def _on_space_checked(self, future: "Future[None]") -> None:
         error = future.exception()

@@ -180,7 +180,7 @@ class SpaceChecked:
 
 
 @value(frozen=True, slots=True)
-class ArchiveAnswered:
+class ArchiveReadDone:
     """The read of a `ReadArchive` effect is done."""
 
     read: ArchiveQuery
@@ -199,7 +199,7 @@ Event: TypeAlias = (
     | FilesCollected
     | ExpiryWritten
     | ArchiveProgressed
-    | ArchiveAnswered
+    | ArchiveReadDone
     | Wakeup
 )
 
@@ -305,7 +305,7 @@ class StorageService:
                 | FilesCollected()
                 | ExpiryWritten()
                 | ArchiveProgressed()
-                | ArchiveAnswered()
+                | ArchiveReadDone()
             ):
                 self._on_archive_done(event, now_ms)
             case Wakeup():
@@ -752,10 +752,10 @@ class StorageService:
 
     def _on_archive_done(
         self,
-        event: UploadDone | FilesCollected | ExpiryWritten | ArchiveProgressed | ArchiveAnswered,
+        event: UploadDone | FilesCollected | ExpiryWritten | ArchiveProgressed | ArchiveReadDone,
         now_ms: int,
     ) -> None:
-        if isinstance(event, ArchiveAnswered):
+        if isinstance(event, ArchiveReadDone):
             self._effects += self._archive_reads.on_answered(event.read, event.outcome, now_ms)
             self._respond(event.read.request, event.outcome)
         else:

@@ -106,7 +106,7 @@ class WriteExpiry:
 
 @value(frozen=True, slots=True)
 class ReadArchive:
-    """Answer a request from the archive, which blocks; send `ArchiveAnswered` afterwards."""
+    """Answer a request from the archive, which blocks; send `ArchiveReadDone` afterwards."""
 
     read: ArchiveQuery
 
