@@ -54,7 +54,7 @@ ORDINARY_WORDS = frozenset(
         r"\w+",
         """
         admin appends cache callbacks check client cluster command config connection
-        consumer copy data directory disk end entry error failed failure fetch field file
+        consumer copy data directory disk done end entry error failed failure fetch field file
         find found index info keeper kind limits link local log mark memory message metric
         metrics mismatch node not open opened option options partitions payload pending progress
         protocol read reader records replicas report request requests response result run send
