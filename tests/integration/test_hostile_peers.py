@@ -233,7 +233,8 @@ def test_a_thousand_unauthorized_peers_neither_stop_a_client_nor_fill_the_memory
     assert attack.received
     for message in attack.received:
         assert b"Traceback" not in message
-        assert b".py" not in message
+        # long enough not to occur by chance in the encrypted bytes of a TLS handshake
+        assert b"waltz_core/" not in message
 
 
 @pytest.mark.parametrize("name", DAEMONS)
