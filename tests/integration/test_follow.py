@@ -245,7 +245,8 @@ def test_a_follower_continues_after_a_kill_between_the_commits_of_its_tables(
     check_all(written, tmp_path)
 
 
-def test_an_interrupt_ends_a_follower(written: WrittenLog, tmp_path: Path):
+def test_an_interrupt_ends_a_follower(written: WrittenLog, client: WaltzClient, tmp_path: Path):
+    written.append_changes(client)
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as follower:
@@ -285,6 +286,7 @@ def test_two_concurrent_followers_apply_each_batch_once(
             stack.callback(follower.kill)
         wait_until("both followers", lambda: log_lines("follow.started") == [1, 1])
         wait_until("a conflict of their commits", has_conflict)
+        written.append_changes(client)
         end = end_marks(written)
         wait_until(
             "the end of the log in the table", lambda: end in marks_by_version(table).values()

@@ -341,6 +341,31 @@ def test_partitions_of_one_storage_have_independent_sessions(tmp_path):
     on_loop(main())
 
 
+def test_a_storage_has_the_same_threads_with_one_and_with_all_partitions(tmp_path):
+    partitions = tuple(PartitionId(number) for number in range(PARTITION_COUNT))
+
+    async def main():
+        threads = []
+        async with (
+            serving(
+                config_for(tmp_path), StaticCluster(KEY, PARTITION_COUNT, partitions)
+            ) as address,
+            contextlib.AsyncExitStack() as sessions,
+        ):
+            for partition_id in partitions:
+                owner = await sessions.enter_async_context(session(address, 5, partition_id))
+                await owner.prepare()
+                await owner.engage()
+                assert isinstance(await owner.ask(owner.owner.append(3)), Appended)
+                threads.append({thread.name for thread in threading.enumerate()})
+        return threads
+
+    threads = on_loop(main())
+    assert len(threads) == PARTITION_COUNT > 1
+    assert "storage-writer-0" in threads[0]
+    assert threads == threads[:1] * PARTITION_COUNT
+
+
 @contextlib.asynccontextmanager
 async def at_an_append(storage, append_started):
     """Yield an owner whose append has started, and a function that stops the daemon."""
