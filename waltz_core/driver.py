@@ -25,7 +25,8 @@ EffectT = TypeVar("EffectT")
 
 def loop_clock_ms() -> int:
     """Return the running loop's monotonic time, in milliseconds."""
-    return int(asyncio.get_running_loop().time() * 1000)
+    # uvloop's times are whole milliseconds, but 32914.34 * 1000 is below 32914340
+    return round(asyncio.get_running_loop().time() * 1000)
 
 
 class Driver(Generic[EventT, EffectT]):

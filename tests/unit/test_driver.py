@@ -3,9 +3,11 @@
 import asyncio
 import logging
 
+import pytest
+
 from tests.loops import run_on_loop
 from tests.time_limits import TEST_TIMEOUT_S
-from waltz_core.driver import Driver
+from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report, Wakeup
 from waltz_core.transport import net
 
@@ -61,17 +63,26 @@ def test_reports_without_a_receiver_are_logged(caplog):
     assert "machine.step machine=m input='a'" in caplog.text
 
 
+@pytest.mark.parametrize("time_ms", [100, 32_914_339, 32_914_340, 4_000_000_003])
+def test_the_clock_returns_each_whole_millisecond_of_the_loop(monkeypatch, time_ms):
+    async def program():
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: time_ms / 1000)
+        return loop_clock_ms()
+
+    assert asyncio.run(program()) == time_ms
+
+
 @run_on_loop
 async def test_a_machine_is_woken_at_its_time_and_can_be_woken_again():
     machine = Echo({Wakeup(): ("woken",)})
     woken = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
     def perform(effect):
         machine.wake_at_ms = None
         woken.set()
 
-    wanted = machine.wake_at_ms = int(loop.time() * 1000) + 20
+    wanted = machine.wake_at_ms = loop_clock_ms() + 20
     driver = Driver(machine, perform)
     async with asyncio.timeout(TEST_TIMEOUT_S):
         await woken.wait()
@@ -79,7 +90,7 @@ async def test_a_machine_is_woken_at_its_time_and_can_be_woken_again():
     assert event == Wakeup()
     assert now_ms >= wanted
     woken.clear()
-    machine.wake_at_ms = int(loop.time() * 1000) + 5
+    machine.wake_at_ms = loop_clock_ms() + 5
     driver.post("nothing")
     async with asyncio.timeout(TEST_TIMEOUT_S):
         await woken.wait()
@@ -88,8 +99,7 @@ async def test_a_machine_is_woken_at_its_time_and_can_be_woken_again():
 
 @run_on_loop
 async def test_a_wakeup_can_be_moved_earlier_and_later():
-    loop = asyncio.get_running_loop()
-    machine = Echo({Wakeup(): ("woken",)}, wake_at_ms=int(loop.time() * 1000) + 60_000)
+    machine = Echo({Wakeup(): ("woken",)}, wake_at_ms=loop_clock_ms() + 60_000)
     woken = asyncio.Event()
 
     def perform(_effect):
@@ -98,7 +108,7 @@ async def test_a_wakeup_can_be_moved_earlier_and_later():
             woken.set()
 
     driver = Driver(machine, perform)
-    wanted = machine.wake_at_ms = int(loop.time() * 1000) + 10
+    wanted = machine.wake_at_ms = loop_clock_ms() + 10
     driver.post("earlier")
     wanted = machine.wake_at_ms = wanted + 30
     driver.post("later")
