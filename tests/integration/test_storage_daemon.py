@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -351,13 +352,13 @@ def test_a_storage_has_the_same_threads_with_one_and_with_all_partitions(tmp_pat
                     await owner.prepare()
                     await owner.engage()
                     assert isinstance(await owner.ask(owner.owner.append(3)), Appended)
-            return {thread.name for thread in threading.enumerate()}
+            return Counter(thread.name for thread in threading.enumerate())
 
     all_ids = tuple(PartitionId(number) for number in range(PARTITION_COUNT))
     with_one = on_loop(threads_with(all_ids[:1], tmp_path / "one"))
     with_all = on_loop(threads_with(all_ids, tmp_path / "all"))
     assert "storage-writer-0" in with_one
-    assert with_one == with_all
+    assert with_all <= with_one  # a thread of an earlier test may have ended between them
 
 
 @contextlib.asynccontextmanager
